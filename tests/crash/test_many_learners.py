@@ -24,7 +24,7 @@ TAKEN_S = 300.0
 
 
 def running(place: Place) -> int:
-    """How many jobs the worker has in its hands."""
+    """Return how many jobs the worker has in its hands."""
     return sum(row["state"] == "running" and row["version"] is None for row in place.jobs())
 
 

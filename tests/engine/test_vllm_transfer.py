@@ -3,6 +3,7 @@ faults of each step. What vLLM itself makes of it is in tests/vllm_server."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -75,13 +76,13 @@ def train(base: LoadedModel, by: float = 1.05) -> None:
 
 
 def holds(peer: Peer, base: LoadedModel) -> bool:
-    """Whether a server's weights are these, to the bit."""
+    """Return whether a server's weights are these, to the bit."""
     theirs = peer.base.model.state_dict()
     return all(torch.equal(each, theirs[name]) for name, each in base.model.state_dict().items())
 
 
 def samples(engine: VllmEngine, base: LoadedModel, version: PolicyVersion) -> bool:
-    """Whether what is sampled has the learner's log-probabilities."""
+    """Return whether what is sampled has the learner's log-probabilities."""
     params = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
     (group,) = engine.generate([SamplingRequest(prompt_ids=PROMPT, n=2, version=version, params=params)])
     local = LocalEngine(base, max_rows=1)
@@ -297,8 +298,6 @@ def test_a_server_that_was_away_for_a_moment_keeps_what_it_has(attach, model):
 
 
 def test_a_server_that_comes_back_while_the_learner_trains_waits_for_the_next_version(attach, model):
-    import asyncio
-
     base = model()
     with serving(model()) as peer:
         engine = attach(base, peer)

@@ -47,17 +47,21 @@ def short_looks(monkeypatch) -> None:
     monkeypatch.setattr(job_turns, "LOOK_S", 0.01)
 
 
+def trained(turns: StepTurns, each: JobRecord, tokens: int) -> None:
+    """Make a step of so many tokens."""
+    with turns.step(each, tokens, stop):
+        pass
+
+
 def test_one_that_is_ahead_waits_while_another_computes(book):
     turns, (one, two, three) = StepTurns(), (job(book, name) for name in ("a", "b", "c"))
     with ExitStack() as at_hand:
         for each in (one, two, three):
             at_hand.enter_context(turns.joined(each))
-        with turns.step(one, SLACK, stop):
-            pass
+        trained(turns, one, SLACK)
         with turns.step(two, 1, stop):
             assert not is_held_back(turns, one)  # no more than SLACK ahead of c
-        with turns.step(one, 1, stop):
-            pass
+        trained(turns, one, 1)
         with turns.step(two, 1, stop):
             assert is_held_back(turns, one)
         assert not is_held_back(turns, one)  # nobody computes
@@ -72,8 +76,7 @@ def test_the_weight_of_a_tenant_makes_tokens_count_less(book):
     heavy, other = job(book, "a", tenant="acme"), job(book, "b", tenant="bell")
     with turns.joined(heavy), turns.joined(other):
         for tokens, held in ((4 * SLACK, False), (4, True)):
-            with turns.step(heavy, tokens, stop):
-                pass
+            trained(turns, heavy, tokens)
             with turns.step(other, 0, stop):
                 assert is_held_back(turns, heavy) is held
 
@@ -82,16 +85,13 @@ def test_others_wait_for_one_with_a_deadline_until_it_is_a_lead_ahead(book):
     turns, soon, other = StepTurns(), job(book, "a", deadline=time.time() + 600), job(book, "b")
     with turns.joined(soon), turns.joined(other):
         for tokens, held in ((0, True), (LEAD - SLACK - 1, True), (1, False)):
-            with turns.step(soon, tokens, stop):
-                pass
+            trained(turns, soon, tokens)
             with turns.step(soon, 0, stop):
                 assert is_held_back(turns, other) is held
-        with turns.step(soon, 2 * SLACK, stop):
-            pass
+        trained(turns, soon, 2 * SLACK)
         with turns.step(other, 0, stop):
             assert not is_held_back(turns, soon)
-        with turns.step(soon, 1, stop):
-            pass
+        trained(turns, soon, 1)
         with turns.step(other, 0, stop):
             assert is_held_back(turns, soon)
 
@@ -99,12 +99,10 @@ def test_others_wait_for_one_with_a_deadline_until_it_is_a_lead_ahead(book):
 def test_a_weight_makes_tokens_count_less(book):
     turns, heavy, other = StepTurns(), job(book, "a", weight=4), job(book, "b")
     with turns.joined(heavy), turns.joined(other):
-        with turns.step(heavy, 4 * SLACK, stop):
-            pass
+        trained(turns, heavy, 4 * SLACK)
         with turns.step(other, 0, stop):
             assert not is_held_back(turns, heavy)
-        with turns.step(heavy, 4, stop):
-            pass
+        trained(turns, heavy, 4)
         with turns.step(other, 0, stop):
             assert is_held_back(turns, heavy)
 
@@ -113,8 +111,7 @@ def test_tenants_have_their_turns_whatever_their_adapters_have_had(book):
     turns, mine, more = StepTurns(), job(book, "a", tenant="acme"), job(book, "b", tenant="acme")
     theirs = job(book, "a", tenant="bell")
     with turns.joined(mine), turns.joined(more), turns.joined(theirs):
-        with turns.step(mine, SLACK + 1, stop):
-            pass
+        trained(turns, mine, SLACK + 1)
         with turns.step(theirs, 0, stop):
             assert is_held_back(turns, more)  # it has had nothing, and its tenant has
 
@@ -130,8 +127,7 @@ def test_who_has_ended_holds_nobody_back(book):
     with turns.joined(one):
         with ExitStack() as at_hand:
             at_hand.enter_context(turns.joined(two))
-            with turns.step(one, SLACK + 1, stop):
-                pass
+            trained(turns, one, SLACK + 1)
             computing = at_hand.enter_context(ExitStack())
             computing.enter_context(turns.step(two, 0, stop))
             thread = threading.Thread(target=step)

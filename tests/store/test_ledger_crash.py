@@ -58,7 +58,7 @@ db.close()
 
 
 def _looked_at(path: Path) -> int:
-    """How many settings another process counts, which closes the ledger then."""
+    """Return how many settings another process counts, which closes the ledger then."""
     looked = subprocess.run([sys.executable, "-c", LOOK, str(path)], capture_output=True, text=True, check=True)
     return int(looked.stdout)
 

@@ -134,7 +134,7 @@ def test_it_is_the_turn_of_the_adapter_that_is_furthest_behind(book, seed):
 
 
 def work(book: Ledger, act: Callable[[], object]) -> int:
-    """How many of SQLite's instructions an act takes, in tens."""
+    """Return how many of SQLite's instructions an act takes, in tens."""
     counted = []
     book.database._connection.set_progress_handler(lambda: counted.append(1), 10)
     act()

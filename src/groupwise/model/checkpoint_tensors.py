@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from groupwise.model.backbone import unsplit_layers
 
+TakeTensor = Callable[[str, Tensor], None]  # name in the checkpoint, the whole tensor
+
 
 def layers_of(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each decoder layer by their names in memory, and last all others: parameters, those that are

@@ -55,7 +55,7 @@ from groupwise.server.shares import within_shares
 from groupwise.server.state import Parts, given
 from groupwise.server.submit import prepare_grpo
 from groupwise.server.train import submit
-from groupwise.server.webhooks import ACTIVE, utc
+from groupwise.server.webhooks import utc
 from groupwise.server.wire import documented
 from groupwise.store.feedback import Feedback, FeedbackLog, Rater, Transition, opinions
 from groupwise.store.ledger import Job, Ledger, RolloutRecord
@@ -595,7 +595,7 @@ def shown(parts: LearnParts) -> LearnAnswer:
     """Return what automatic training does, as it is answered. Reads the disk."""
     config, trainer = parts.config.learn, parts.trainer
     lately = automatic_jobs(parts.ledger)
-    running = next((job for job in lately if job.state in ACTIVE), None)
+    running = next((job for job in lately if not job.state.is_final), None)
     return LearnAnswer(
         enabled=config is not None,
         paused=trainer is not None and trainer.paused,

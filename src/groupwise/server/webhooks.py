@@ -48,7 +48,6 @@ from groupwise.store.ledger import Job, JobState, Ledger
 from groupwise.store.ledger_schema import elapsed
 from groupwise.types import PolicyVersion
 
-ACTIVE = (JobState.QUEUED, JobState.RUNNING)
 ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 ATTEMPT_S = 5.0
 LONGEST_DELAY_S = 300.0

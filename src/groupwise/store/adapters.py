@@ -69,7 +69,7 @@ class AdapterStore:
         self._verified: set[PolicyVersion] = set()
         self._health: dict[PolicyVersion, str | None] = {}  # what `unhealthy` has read
         self._lists, self._infos = Unchanged[tuple[PolicyVersion, ...]](), Unchanged[AdapterInfo]()
-        self._notes: tuple[object, Mapping[PolicyVersion, str]] = None, {}  # what `notes` has read, of which file
+        self._notes = Unchanged[Mapping[PolicyVersion, str]]()
         with files.writing(f"opening the adapter store {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self.recover()
@@ -126,7 +126,7 @@ class AdapterStore:
 
         with files.writing(f"reading {version}"):
             try:
-                return self._infos.get(f"{self.root}/{version.name}/v{version.number:06d}/{files.SIDECAR}", read)
+                return self._infos.get(f"{self._place(version)}/{files.SIDECAR}", read)
             except (FileNotFoundError, NotADirectoryError):
                 self._require(version)
                 return read()
@@ -170,7 +170,7 @@ class AdapterStore:
     def refused(self, version: PolicyVersion) -> str | None:
         """Return why `refuse` was called; None where it was not. Another process may just have called it."""
         try:
-            with open(f"{self.root}/{REFUSED}/{version}.txt", encoding="utf-8") as file:
+            with open(self._refused_at(version), encoding="utf-8") as file:
                 return file.read() or None
         except OSError:
             return None
@@ -188,14 +188,16 @@ class AdapterStore:
         `.notes.json` cannot be read."""
         try:
             with files.writing(f"reading {self._notes_path}"):
-                found = self._notes_path.stat() if self._notes_path.exists() else None
-                stamp = found and (found.st_ino, found.st_mtime_ns, found.st_size)
-                if stamp != self._notes[0]:
-                    raw = json.loads(self._notes_path.read_bytes()) if found else {}
-                    self._notes = stamp, {PolicyVersion.parse(key): str(note) for key, note in raw.items()}
+                try:
+                    return self._notes.get(str(self._notes_path), self._read_notes)
+                except (FileNotFoundError, NotADirectoryError):
+                    return {}
         except (ValueError, AttributeError, RecursionError) as error:
             raise AdapterError(f"{self._notes_path} cannot be read: {error}", hint="open the store again") from error
-        return self._notes[1]
+
+    def _read_notes(self) -> Mapping[PolicyVersion, str]:
+        raw = json.loads(self._notes_path.read_bytes())
+        return {PolicyVersion.parse(key): str(note) for key, note in raw.items()}
 
     def newest(self, name: str) -> PolicyVersion | None:
         """Return the version that an adapter's name stands for: the newest that is not unhealthy, or the active one
@@ -535,7 +537,10 @@ class AdapterStore:
         return self.root / ".state.json"
 
     def _refusal(self, version: PolicyVersion) -> Path:
-        return self.root / REFUSED / f"{version}.txt"
+        return Path(self._refused_at(version))
+
+    def _refused_at(self, version: PolicyVersion) -> str:
+        return f"{self.root}/{REFUSED}/{version}.txt"
 
     @property
     def _notes_path(self) -> Path:
@@ -562,7 +567,11 @@ class AdapterStore:
         files.replace(self._state_path, json.dumps(raw, indent=2) + "\n")
 
     def _directory(self, version: PolicyVersion) -> Path:
-        return self.root / version.name / f"v{version.number:06d}"
+        return Path(self._place(version))
+
+    def _place(self, version: PolicyVersion) -> str:
+        """Return the directory as text, which is a fraction of the work where thousands are looked at."""
+        return f"{self.root}/{version.name}/v{version.number:06d}"
 
     def _exists(self, version: PolicyVersion) -> bool:
         with files.writing(f"looking for {version}"):

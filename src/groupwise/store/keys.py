@@ -36,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from groupwise.errors import ConfigError, GroupwiseError, StorageError
 from groupwise.store import files
 from groupwise.store.tenants import OWNER, check_tenant, label
+from groupwise.store.unchanged import Unchanged
 
 Role = Literal["sample", "read", "train", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -90,7 +91,7 @@ class KeyFile:
 
     def __init__(self, state_dir: Path):
         self.path = state_dir / FILE
-        self._read: tuple[object, dict[str, Key]] | None = None
+        self._read = Unchanged[dict[str, Key]]()
 
     def all(self) -> list[Key]:
         """Return the keys, in the order in which they were made.
@@ -193,23 +194,19 @@ class KeyFile:
             raise StorageError.of(error, f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _by_digest(self) -> dict[str, Key]:
-        """Return the keys, read again where the file is another one than before."""
-        state = self._state()
-        if self._read is None or self._read[0] != state:
-            hint = "put a copy of it back, or remove it and make new keys; GROUPWISE_API_KEY is not kept there"
-            keys = files.read_json(self.path, _KEYS, hint=hint)
-            self._read = state, {key.digest: key for key in keys or ()}
-        return self._read[1]
-
-    def _state(self) -> object:
-        """Return what is another object once the file is another. Raises StorageError."""
+        """Return the keys, read again where the file is another one than before. Raises StorageError."""
         try:
-            about = self.path.stat()
+            return self._read.get(str(self.path), self._keys)
         except FileNotFoundError:
-            return None
+            return {}
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError.of(error, f"cannot read {self.path}: {error.strerror or error}") from error
-        return about.st_ino, about.st_mtime_ns, about.st_size
+
+    def _keys(self) -> dict[str, Key]:
+        hint = "put a copy of it back, or remove it and make new keys; GROUPWISE_API_KEY is not kept there"
+        return {key.digest: key for key in files.read_json(self.path, _KEYS, hint=hint) or ()}
 
 
 def _new() -> str:

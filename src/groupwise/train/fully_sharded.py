@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 
 from groupwise.errors import ConfigError
 from groupwise.model.backbone import unsplit_layers
-from groupwise.model.checkpoint_tensors import checkpoint_tensors
+from groupwise.model.checkpoint_tensors import TakeTensor, checkpoint_tensors
 from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packing import MicroBatch, pack, pad
 from groupwise.model.parts import Parts, fill
@@ -52,7 +52,6 @@ from groupwise.train.gathered import cut_hash, whole_of, write_gathered
 from groupwise.train.ranks import Ranks
 from groupwise.train.sharded_state import load_shards, load_whole, save_shards
 from groupwise.train.state import is_sharded
-from groupwise.train.strategy import TakeTensor
 from groupwise.types import Sample
 
 if TYPE_CHECKING:

@@ -49,6 +49,7 @@ from groupwise.config.run import Attention, OptimizerConfig
 from groupwise.config.trained import TEXT
 from groupwise.errors import ConfigError, ContextLengthError, TrainingError
 from groupwise.model.backbone import checkpoint_layers, is_lean
+from groupwise.model.checkpoint_tensors import TakeTensor
 from groupwise.model.flex_trial import why_not_flex
 from groupwise.model.image_tokens import vision_of
 from groupwise.model.layouts import FLEX, Layouts, merged_for
@@ -73,7 +74,7 @@ from groupwise.train.lora import adapter_as, add_lora, load_lora, router_paramet
 from groupwise.train.optimizer import OptimStepResult, make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.schedule import learning_rate_at
-from groupwise.train.strategy import Rows, SingleProcess, TakeTensor, TokenLoss, verb
+from groupwise.train.strategy import Rows, SingleProcess, TokenLoss, verb
 from groupwise.train.training_batch import TrainingBatch, no_loss, of_tokens, train_on_batch, unmasked
 from groupwise.types import Sample
 

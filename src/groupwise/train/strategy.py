@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.algo.metrics import Metrics
-from groupwise.model.checkpoint_tensors import checkpoint_tensors
+from groupwise.model.checkpoint_tensors import TakeTensor, checkpoint_tensors
 from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packing import MicroBatch
 from groupwise.train.forward import packed_logprobs, plain_logprobs
@@ -33,7 +33,6 @@ T = TypeVar("T")
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 TokenLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]  # logprobs_N, entropy_N -> loss, metrics
 Passed = tuple[Tensor, dict[str, Tensor], Sequence[Tensor | None]]  # log-probabilities, metrics, gradients
-TakeTensor = Callable[[str, Tensor], None]  # name in the checkpoint, the whole tensor
 Rows = Sequence[tuple[float, ...]]  # a log-probability per completion token of each sample
 
 

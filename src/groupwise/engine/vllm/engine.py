@@ -46,7 +46,7 @@ from groupwise.engine.vllm.handshake import Accepted, Handshake
 from groupwise.engine.vllm.images import images_of
 from groupwise.engine.vllm.publish import Leases, LoadedAdapter, Published, Shelf, TrainerScores, publish
 from groupwise.engine.vllm.server import StartServer
-from groupwise.engine.vllm.transfer import TakeTensor, Transfers
+from groupwise.engine.vllm.transfer import Transfers
 from groupwise.engine.vllm.whole_models import WholeModel, WholeModels
 from groupwise.errors import (
     AdapterNotFoundError,
@@ -58,7 +58,7 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import closing_ids, decode, stopped_text
-from groupwise.model.checkpoint_tensors import checkpoint_tensors
+from groupwise.model.checkpoint_tensors import TakeTensor, checkpoint_tensors
 from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import LoadedModel
 from groupwise.model.packed_check import packed_tolerance
@@ -154,7 +154,7 @@ class VllmEngine:
         self._replaced: dict[PolicyVersion, PolicyVersion] = {}
         self._following: set[_FollowedCompletion] = set()  # in the loop's thread
         self._merge = merge
-        self._trained = _whole(base.model) if write is None or stream is None else WholeModel(write, stream)
+        self._trained = _as_it_is(base.model) if write is None or stream is None else WholeModel(write, stream)
         self._whole: WholeModels | None = None
         self._handshake = Handshake(
             base,
@@ -648,7 +648,7 @@ def completion_of(
     )
 
 
-def _whole(model: PreTrainedModel) -> WholeModel:
+def _as_it_is(model: PreTrainedModel) -> WholeModel:
     """Return a model as it is when it is handed over."""
 
     def stream(take: TakeTensor) -> None:
@@ -661,7 +661,7 @@ def _whole(model: PreTrainedModel) -> WholeModel:
 def _merged(merge: Callable[[Path | None], PreTrainedModel], adapter: Path | None) -> WholeModel:
     """Return the base with an adapter merged into it, made when it is handed over."""
     return WholeModel(
-        lambda directory: merge(adapter).save_pretrained(directory), lambda take: _whole(merge(adapter)).stream(take)
+        lambda directory: merge(adapter).save_pretrained(directory), lambda take: _as_it_is(merge(adapter)).stream(take)
     )
 
 

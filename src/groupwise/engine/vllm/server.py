@@ -33,10 +33,8 @@ FOR_EVER_S = 1e8
 QUICK_S, QUICK_ENDS = 60.0, 3  # so soon, so often: such a server is not started again
 CPU_BATCHED_TOKENS = 4096
 LAST_BYTES = 2000  # of the log, in messages
-PLUGIN, GLOO = (
-    Path(__file__).parent.parent / "vllm_plugin",
-    "groupwise_gloo",
-)  # where a module of it is that vLLM imports
+GLOO = "groupwise_gloo"  # a module that vLLM imports, and where it is
+PLUGIN = Path(__file__).parent.parent / "vllm_plugin"
 TRANSFER_FLAGS = ("--weight-transfer-config", "--worker-extension-cls")  # of `vllm.arguments`, that come before ours
 NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of this environment, which need not be vLLM's
 

@@ -27,6 +27,7 @@ from groupwise.engine.vllm import links
 from groupwise.engine.vllm.client import SAID, ServerLost, VllmServer
 from groupwise.engine.vllm.links import KINDS, Chunk, Link, in_thread
 from groupwise.errors import EngineError
+from groupwise.model.checkpoint_tensors import TakeTensor
 
 MEND_S = 10.0  # for a server to come out of an update that broke
 
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], "Future[T]"]
-TakeTensor = Callable[[str, Tensor], None]
 
 
 @dataclass

@@ -21,8 +21,9 @@ from pathlib import Path
 from groupwise.engine.vllm.client import ServerLost, VllmServer
 from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.publish import Published, Shelf
-from groupwise.engine.vllm.transfer import TakeTensor, Transfers, in_words
+from groupwise.engine.vllm.transfer import Transfers, in_words
 from groupwise.errors import EngineError
+from groupwise.model.checkpoint_tensors import TakeTensor
 from groupwise.types import PolicyVersion
 
 

@@ -95,7 +95,7 @@ def _register() -> None:
 
     @dataclass
     class UpdateInfo(WeightTransferUpdateInfo):
-        """What the next bytes are."""
+        """Says what the next bytes are."""
 
         names: list[str]
         dtype_names: list[str]
