@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from groupwise.server.openapi import describe
 from groupwise.server.schema_adapters import LoadRequest
 from groupwise.server.schema_openai import ChatRequest
 from groupwise.server.schema_train import GrpoRequest
+from groupwise.store.keys import KeyFile
 from groupwise.tasks.arriving import SMALL, BodyGuard, ByteLimit
 from raw_http import Answered, connect, head, is_closed, listening, read
 from wording import raises, wording
@@ -404,6 +406,23 @@ def test_so_many_at_once_so_many_waiting_and_then_429() -> None:
         site.go.set()
         assert [read(connection).status for connection in (*first, waiting)] == [200, 200, 200]
         assert _get(port, "/hold", "POST").status == 200
+
+
+def test_what_a_key_may_have_at_once_is_changed_by_others_in_nothing(tmp_path: Path) -> None:
+    """The third of a key that may have two waits; another key's is answered, and so are all in the end."""
+    site = Site(ServeConfig(state_dir=tmp_path, max_concurrent=8))
+    keys = KeyFile(tmp_path)
+    made = {"two": keys.add("two", role="admin", concurrent_requests=2), "any": keys.add("any", role="admin")}
+    bearer = {name: f"authorization: Bearer {key}" for name, key in made.items()}
+    with listening(site.asgi, site.config) as port:
+        sent = [connect(port, head("POST", "/hold", bearer["two"], "content-length: 0")) for _ in range(3)]
+        _eventually(lambda: len(site.held) == 2 and len(site.asgi._writes._waiting) == 1)
+        sent.append(connect(port, head("POST", "/hold", bearer["any"], "content-length: 0")))
+        _eventually(lambda: len(site.held) == 3)
+        reading = connect(port, head("GET", "/v1/adapters/x", bearer["two"], "content-length: 0"))
+        assert read(reading).status == 200
+        site.go.set()
+        assert [read(connection).status for connection in sent] == [200] * 4
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_name_that_is_none(keys: KeyFile, name: str) -> None:
     assert not keys.path.exists()
 
 
-@pytest.mark.parametrize("bound", ["requests_per_minute", "tokens_per_day"])
+@pytest.mark.parametrize("bound", ["requests_per_minute", "tokens_per_day", "concurrent_requests"])
 def test_bounds_are_kept_and_one_of_nothing_is_refused(keys: KeyFile, bound: str) -> None:
     with raises(ConfigError, field=bound):
         keys.add("a", role="sample", **{bound: 0})

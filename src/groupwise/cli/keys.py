@@ -47,6 +47,9 @@ def add(
     tokens_per_day: Annotated[
         int | None, typer.Option(metavar="N", help="Of prompts and completions, UTC; then 429.", show_default=False)
     ] = None,
+    concurrent_requests: Annotated[
+        int | None, typer.Option(metavar="N", help="Answered at once; more wait.", show_default=False)
+    ] = None,
     tenant: Annotated[
         str | None,
         typer.Option(metavar="TENANT", help="Whose it is: sees only what keys of it made.", show_default=False),
@@ -72,7 +75,13 @@ def add(
     keys = _keys(state_dir)
     first = not keys.all()
     bounds = {"requests_per_minute": requests_per_minute, "tokens_per_day": tokens_per_day}
-    bounds |= {"adapters": adapters, "bytes": bytes_, "jobs": jobs, "weight": weight}
+    bounds |= {
+        "concurrent_requests": concurrent_requests,
+        "adapters": adapters,
+        "bytes": bytes_,
+        "jobs": jobs,
+        "weight": weight,
+    }
     key = keys.add(name, role=_role(role), tenant=_tenant(tenant), **bounds)
     _logged(state_dir, "add", keys.named(name))
     _print_key(name, key, as_json=as_json)
@@ -87,7 +96,7 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
     if as_json:
         print_json([key.model_dump(exclude={"digest"}) for key in keys])
     elif keys:
-        titles = ("name", "role", "tenant", "made", "turned", "requests a minute", "tokens a day")
+        titles = ("name", "role", "tenant", "made", "turned", "requests a minute", "tokens a day", "at once")
         print_table([(*titles, "adapters", "bytes", "jobs", "weight"), *(_row(key) for key in keys)])
     else:
         say(f"no keys in {state_dir}; make one: groupwise keys add NAME --role sample")
@@ -152,14 +161,15 @@ def _logged(state_dir: Path, how: str, key: Key) -> None:
 
 
 def _row(key: Key) -> tuple[str, ...]:
-    bounds = (key.requests_per_minute, key.tokens_per_day, key.adapters, key.bytes, key.jobs, key.weight)
+    from groupwise.store.keys import BOUNDS
+
     return (
         key.name,
         key.role,
         key.tenant or "-",
         key.made,
         key.turned or "-",
-        *("-" if each is None else str(each) for each in bounds),
+        *("-" if (bound := getattr(key, name)) is None else str(bound) for name in BOUNDS),
     )
 
 

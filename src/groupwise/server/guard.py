@@ -5,8 +5,8 @@
     API key         on every route but /health and Tinker's links; 401 without one, 403 where its role is too small
                     (`roles`), 429 where it asks too often (`usage`); whose things it is about (`tenants`)
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
-    places          so many requests at once, so many waiting, then 429, and never all of one sender's (`places`); a
-                    body that is still arriving takes none
+    places          so many requests at once, so many waiting, then 429, and never all of one sender's, nor more of a
+                    key's than it may have (`places`); a body that is still arriving takes none
     bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415;
                     so many bytes of long ones at once, so many uploads, and then they wait, and then 429
     deadline        no answer begun in time, 504
@@ -318,7 +318,9 @@ class Guard:
 
         async def take(*, long: bool) -> None:
             if scope["path"] != OPEN:
-                await held.enter_async_context(places.held(scope["state"]["sender"]))
+                caller = scope["state"]["caller"]
+                key = caller.key if places is self._writes and caller is not None else None
+                await held.enter_async_context(places.held(scope["state"]["sender"], key))
             if long and places is not self._uploads:  # which are as large as they may be, and few
                 await held.enter_async_context(self._long.held(size))
 

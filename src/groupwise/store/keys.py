@@ -45,7 +45,7 @@ PREFIX = "gwk_"  # by which a key in a log or a repository is recognised
 
 MOST_WEIGHT = 100
 
-BOUNDS = ("requests_per_minute", "tokens_per_day", "adapters", "bytes", "jobs", "weight")
+BOUNDS = ("requests_per_minute", "tokens_per_day", "concurrent_requests", "adapters", "bytes", "jobs", "weight")
 OF_TENANTS = ("adapters", "bytes", "jobs")
 
 Bound = Annotated[int, Field(ge=1)] | None
@@ -67,6 +67,7 @@ class Key(BaseModel):
     tenant: str = OWNER
     requests_per_minute: Bound = None
     tokens_per_day: Bound = None
+    concurrent_requests: Bound = None
     adapters: Bound = None
     bytes: Bound = None
     jobs: Bound = None
