@@ -18,9 +18,10 @@ from .traffic import Traffic
 from .verdict import judge
 
 LEARNERS, KILLS = 16, 30
+ALL_AT_ONCE = 10  # every so many-th kill is of all learners: between two of them those that were hit go on one at a time
 SERVERS = 4  # every so many-th kill is the server's
 LONGEST_LIFE_S = 4.0  # from when a job is trained
-TAKEN_S = 300.0
+TAKEN_S = 1200.0
 
 
 def running(place: Place) -> int:
@@ -47,7 +48,7 @@ def test_kills_while_16_adapters_learn(tmp_path: Path) -> None:
         try:
             place.start()
             while place.kills < KILLS:
-                until_at_work(place, 1 if beside else LEARNERS)
+                until_at_work(place, 1 if len(beside) % ALL_AT_ONCE else LEARNERS)
                 time.sleep(rng.uniform(0.0, LONGEST_LIFE_S))
                 beside.append(running(place))
                 if len(beside) % SERVERS:
@@ -67,5 +68,6 @@ def test_kills_while_16_adapters_learn(tmp_path: Path) -> None:
         counts = judge(place, traffic)
         print(counts, place.kills, beside, *traffic.wrong, sep="\n")
         assert place.stop() == 0
-    assert max(beside) == LEARNERS and counts["jobs"] >= LEARNERS
+    assert sum(most >= LEARNERS // 2 for most in beside) >= KILLS // ALL_AT_ONCE
+    assert counts["jobs"] >= LEARNERS * (KILLS // ALL_AT_ONCE)
     assert_nothing_wrong(counts)

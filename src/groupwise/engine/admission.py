@@ -89,6 +89,6 @@ def consecutive(numbers: Sequence[int]) -> list[range]:
 
 
 def pieces_of(going: Sequence[GoingOn]) -> Iterator[list[range]]:
-    """Return for each forward of a batch the positions of each request that it computes: EXTEND_TOKENS at most."""
+    """Yield for each forward of a batch the positions of each request that it computes: EXTEND_TOKENS at most."""
     for start in range(0, max(each.new for each in going), EXTEND_TOKENS):
         yield [each.piece(start, EXTEND_TOKENS) for each in going]

@@ -143,8 +143,8 @@ def opened_run(
 
 
 async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) -> RunResult:
-    """Return the algorithm: sample, score, advantages, train, publish; then log, evaluate, checkpoint. From the
-    beginning, or from the `state` of a checkpoint."""
+    """Run the algorithm: sample, score, advantages, train, publish; then log, evaluate, checkpoint. It begins at step
+    1, or goes on from the `state` of a checkpoint."""
     config, batches = run.plan.config, run.parts.batches
     step = await run.begin() if state is None else run.resume(state)
     last = step == config.train.steps or (state is not None and state.finished)

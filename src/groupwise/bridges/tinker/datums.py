@@ -368,7 +368,7 @@ class SampledMasks:
 
 
 def _digests(ids_N: Any, lengths: Sequence[int]) -> Iterator[bytes]:
-    """Return the digests of the first `length` tokens, for each of the ascending lengths."""
+    """Yield the digests of the first `length` tokens, for each of the ascending lengths."""
     digest, done = blake2b(digest_size=16), 0
     for length in lengths:
         digest.update(ids_N[done:length].tobytes())
