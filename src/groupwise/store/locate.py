@@ -1,4 +1,4 @@
-"""What users mean by a run, a store, an adapter or a trained policy. Every command resolves names here.
+"""Resolves what users call a run, a store, an adapter or a trained policy; every command resolves names here.
 
 RUN         a run's directory; the name of one under `runs/`; or the `name` of its configuration: the newest such run,
             and for its policy the newest that was finished, if one was; a warning names the others
@@ -92,8 +92,8 @@ class Located:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """What a run trained, or an adapter from elsewhere: the model to load and the adapter over it (None where all
-    parameters were trained). `run_dir` is None for an adapter that is of no run."""
+    """A policy that a run trained, or an adapter from elsewhere: the model to load and the adapter over it (None where
+    all parameters were trained). `run_dir` is None for an adapter that is of no run."""
 
     model: str
     adapter: Located | None
