@@ -1,4 +1,4 @@
-"""What is made of cut weights by all ranks together: whole tensors, one at a time, files of them, a fingerprint.
+"""Gathers weights that are cut over ranks: into whole tensors, one at a time, into files, or into a fingerprint.
 
 A tensor that is gathered is whole at every rank for a moment. So is nothing else: files are written by one rank, some
 layers at a time, in the layout of `save_pretrained`, and of a fingerprint each rank has the values in its part.
