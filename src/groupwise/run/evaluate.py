@@ -257,7 +257,8 @@ def _shown(mean: float, rewards: Iterable[float]) -> str:
 
 
 class BestVersion:
-    """Which version had the highest value of a metric so far (of equal ones the earlier), and when to stop looking.
+    """Remembers the version with the highest value of a metric so far (of equal ones the earlier), and says when to
+    stop.
 
     `stop` is True once `patience` evaluations in a row brought no new best; 0 never stops.
     """

@@ -1,4 +1,5 @@
-"""What a person sees while several runs work: a table with a row for each on a terminal, else lines with their names.
+"""Shows the progress of several runs to a person: a table with a row for each on a terminal, else lines with their
+names.
 
 `SweepDisplay.of` is a `Display` for each run; the rest of the system knows only that. What is said of one run is said
 behind its label, above the table.

@@ -245,7 +245,7 @@ class StepUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Some of a step's groups, with advantages."""
+    """Part of a step's groups, with advantages, and the samples that are trained of them."""
 
     groups: list[RolloutGroup]
     samples: list[Sample]
