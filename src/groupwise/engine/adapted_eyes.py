@@ -1,4 +1,5 @@
-"""What each policy sees: the features of images under adapters that change the vision tower or its projector.
+"""Computes the features of images as each policy sees them, under adapters that change the vision tower or its
+projector.
 
 A packed row may have one image under several policies. Under the base, and under an adapter that leaves the eyes alone,
 an image's features are those that sampling and training share (`Vision.features`). Under any other they are computed by

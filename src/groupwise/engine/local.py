@@ -105,7 +105,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Replaced:
-    """What samples in the place of a version (`LocalEngine.replace`)."""
+    """The version that samples in the place of another (`LocalEngine.replace`), and its weights."""
 
     version: PolicyVersion
     weights: AdapterWeights | None

@@ -1,4 +1,4 @@
-"""How far a server's log-probabilities may be from the trainer's, and when they are too far: a check of few tokens.
+"""Checks on a few tokens how far a server's log-probabilities are from the trainer's, and whether that is too far.
 
 In float32 two computations of one model differ by 1e-5 nats, and anything else differs by more than 1e-4. In 16 bits
 rounding alone is 0.01 to 0.05 nats a token, and in a mixture of experts, whose routers choose other experts now and

@@ -36,7 +36,7 @@ _PLAIN = re.compile(r"[^\w.-]")  # what vLLM's names and directories are not to 
 
 
 class TrainerScores(Scores, Protocol):
-    """What the trainer thinks of a completion: the local engine over the same base weights."""
+    """The trainer's scores of completions: the local engine over the same base weights."""
 
     def load(self, version: PolicyVersion, directory: Path) -> None: ...
 

@@ -39,7 +39,7 @@ Run = Callable[[Coroutine[Any, Any, T]], "Future[T]"]
 
 @dataclass
 class Way:
-    """How a server gets whole models: over a link of this kind, or (None) as files, and `why`."""
+    """The way in which a server gets whole models: over a link of this kind, or (None) as files, and `why`."""
 
     kind: str | None
     why: str = ""
