@@ -1,4 +1,4 @@
-"""Whether a conversation is too long, said before it is rendered or tokenised whole.
+"""Refuses conversations that are too long, before they are rendered or tokenised whole.
 
 By its characters alone where that suffices: no token stands for more of them than the longest one does. What would take
 too long is refused like what is too long.

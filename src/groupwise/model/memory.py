@@ -112,7 +112,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What of a run the configuration does not say: its model, how many parameters are trained, its longest prompt.
+    """The facts about a run that memory depends on and the configuration does not have: its model, how many parameters
+    are trained, its longest prompt.
 
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
     `colocated`: bytes that a vLLM in this process takes. `flex`: FlexAttention is used. `packed`: whether the model

@@ -187,7 +187,7 @@ class _Routing(TorchFunctionMode):
 
 
 class RouterOutput(NamedTuple):
-    """What one router computed in a forward: logits [S, E], and the experts that it chose [S, K]."""
+    """The output of one router in a forward: logits [S, E], and the experts that it chose [S, K]."""
 
     logits_SE: Tensor
     chosen_SK: Tensor

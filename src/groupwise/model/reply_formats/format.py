@@ -1,4 +1,5 @@
-"""What a format of replies is: how it is known, how its calls and thoughts are read, written, shown again, constrained.
+"""The base of all reply formats: how one is known, how its calls and thoughts are read, written, shown again,
+constrained.
 
     known         `shown_in` of a chat template
     read          `pieces` of a whole text, `parser` for one that arrives in pieces
@@ -69,7 +70,7 @@ class MalformedCall:
 
 
 class ReplyFormat(ABC):
-    """How a family of models writes replies.
+    """A format in which a family of models writes replies.
 
     Attributes:
         name: what it is called, in pages and reports.
