@@ -59,8 +59,8 @@ class Message(TypedDict):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or where the
-    context was full, `abort` cancelled from outside. Each equals its string."""
+    """The reason why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or
+    where the context was full, `abort` cancelled from outside. Each equals its string."""
 
     STOP = "stop"  # an end-of-turn token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context was full
@@ -101,7 +101,7 @@ class PolicyVersion:
 
 
 class GrammarKind(StrEnum):
-    """What a `Grammar` is written in."""
+    """The language that a `Grammar` is written in."""
 
     JSON_SCHEMA = "json_schema"  # a JSON Schema
     JSON_OBJECT = "json_object"  # nothing: any JSON object
@@ -113,7 +113,8 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of a completion must be (structured outputs); `engine.grammar` keeps tokens to it.
+    """The form that the text of a completion must have (structured outputs); `engine.grammar` only lets tokens through
+    that fit.
 
     `source` is written in the language of `kind`. `thoughts` says whether a thought may stand in front ("optional"), or
     the prompt has begun one already ("begun"); thoughts are free, and after `thought_tokens` tokens nothing is left to
@@ -183,7 +184,7 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one prompt is sampled.
+    """Parameters with which one prompt is sampled.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` fixes the draw of every completion:
     completion j of a prompt uses (seed, j), whatever else is in the batch. `stop` strings end a completion and are cut
@@ -341,7 +342,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one prompt.
+    """A completion that the engine sampled for one prompt.
 
     `logprobs[t]` (nats) is the log-probability of `token_ids[t]` under the whole temperature-scaled distribution, which
     is what clients are told. Where tokens were drawn from parts of the vocabulary (`SamplingParams.reshaped`, a
@@ -495,7 +496,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What the learner trains on. All five completion fields have length T.
+    """A training example, as the learner takes it. All five completion fields have length T.
 
     `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
     user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised
