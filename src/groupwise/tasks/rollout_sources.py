@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class RolloutSource(Protocol):
-    """How groups of rollouts are made for prompts; one implementation for each kind of task."""
+    """Makes groups of rollouts for prompts; one implementation for each kind of task."""
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """Return the prompt as `begin` takes it. Raises ChatError, and ContextLengthError for one that is too long to

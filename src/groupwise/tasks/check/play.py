@@ -81,7 +81,7 @@ class Difference:
 
 @dataclass(kw_only=True)
 class EnvTrial:
-    """What came of it."""
+    """The episodes that were played to check an environment, and how repeated ones differ."""
 
     opened: Opened
     episodes: list[Played] = field(default_factory=list)

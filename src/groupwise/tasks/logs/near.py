@@ -1,4 +1,4 @@
-"""Which prompts are nearly the same: those that share at least `alike` of their runs of three words (Jaccard's index).
+"""Finds nearly equal prompts: those that share at least `alike` of their runs of three words (Jaccard's index).
 
     alike_ones  of each prompt the earlier one in whose place it is not needed, and all that hang together
     texts_of    what of a conversation is compared: what was said last, and all of it, without the system's message

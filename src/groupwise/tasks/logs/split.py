@@ -1,4 +1,4 @@
-"""Which exchanges are held out: the newest, and nothing that hangs together with what is trained on.
+"""Decides which exchanges are held out: the newest, and none that hangs together with what is trained on.
 
     Together    numbers, and which of them hang together
     held_out    of what hangs together (by user, conversation, trace), the groups that began last
