@@ -76,7 +76,8 @@ class InfraError(GroupwiseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Infra:
-    """What a loop runs on. `boot_metrics` are seconds. Use it in a `with`, or close it."""
+    """The clients and servers that a training loop uses. `boot_metrics` are seconds. Use it in a `with`, or close
+    it."""
 
     policy: TrainingClient
     reference: ReferenceClient | None
