@@ -1,4 +1,4 @@
-"""What of the runs is in the report: the answers that `groupwise ui` would give, as far as the file may grow.
+"""Collects a report's data from the runs: the answers that `groupwise ui` would give, as far as the file may grow.
 
 Metrics, health, evaluations and configuration are whole, but that a very long run has every so many steps. Of
 completions there are as many as fit: whole steps, spread over the run, and of a step that is large by itself the groups
