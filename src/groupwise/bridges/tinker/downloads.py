@@ -1,4 +1,4 @@
-"""What was saved over the Tinker wire, as files to take away, in PEFT's layout.
+"""Offers what was saved over the Tinker wire as files to download, in PEFT's layout.
 
     Downloads.save_external    a model's adapter as a checkpoint of files, encrypted with age where that is asked for
     Downloads.files            an address for each file of such a checkpoint

@@ -32,7 +32,7 @@ MOST_TARGET_IDS = 1 << 22  # of one prompt
 
 
 class Body(BaseModel):
-    """What every body has in common."""
+    """Base of every body: fields that it does not know are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
 
@@ -191,7 +191,8 @@ class ModelInput(Body):
 
 
 class Params(Body):
-    """How to sample. `stop`: texts, token ids, none at all (the model's own end is one then too), or () for never."""
+    """Sampling parameters. `stop`: texts, token ids, none at all (the model's own end is one then too), or () for
+    never."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
@@ -242,7 +243,7 @@ class TinkerPath(Body):
 
 
 class Ttl(Body):
-    """How much longer a checkpoint is kept, in seconds; none is for ever."""
+    """Seconds for which a checkpoint is still kept; none is for ever."""
 
     ttl_seconds: Seconds | None = None
 

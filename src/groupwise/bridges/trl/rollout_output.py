@@ -1,4 +1,4 @@
-"""What a rollout function returned, checked -> rollouts.
+"""Checks what a rollout function returned, and turns it into rollouts.
 
     {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "env_mask": [...], <name>: ...}
 
