@@ -493,7 +493,7 @@ class RunConfig(Section):
     rewards: Rewards = ()
     """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
-    """Where and how long reward functions run."""
+    """Worker processes and time limits of reward functions."""
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
     engine: Engine = "local"

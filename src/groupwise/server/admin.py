@@ -288,16 +288,15 @@ class MemoryShown(Answer):
 
 
 class TrainingShown(Answer):
-    """The default settings of jobs: every field of `config` of /v1/train/grpo and /v1/train/sft, as a job trains that
-    names none."""
+    """The default settings of jobs: every field of `config` of /v1/train/grpo and /v1/train/sft, as in a job that sets
+    none."""
 
     grpo: dict[str, Any]
     sft: dict[str, Any]
 
 
 class ConfigAnswer(Answer):
-    """The configuration of this server, without secrets, and what it resolved to: model, device, memory, jobs'
-    defaults."""
+    """The configuration of this server, without secrets, and what came of it: model, device, memory, jobs' defaults."""
 
     model: str
     base_hash: str

@@ -67,7 +67,7 @@ class FacetCount(Answer):
 
 
 class RolloutFacets(Answer):
-    """Values that completions can be filtered by, and how many have each; values with the most completions come
+    """Values that completions can be filtered by, with the number of completions of each; the most frequent come
     first."""
 
     counted: int
