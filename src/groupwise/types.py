@@ -292,11 +292,12 @@ _DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(Sampl
 class SamplingRequest:
     """`n` completions of one prompt from one policy. `prompt_ids` must not be empty.
 
-    Somebody waits for an `interactive` request: it is admitted before those that are not. `cache` marks the turn of a
+    An `interactive` request has a person waiting for it: it is admitted before the others. `cache` marks the turn of a
     conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
-    What is computed for a request is used for others that begin alike, if they have the same `apart`: by how quick it
-    is, a request tells nothing of those of another. `conversation` names what it is a turn of, so that of several
-    servers the one is asked which has the turns before; "7/3" is one of group "7", whose beginning it shares.
+    What is computed for a request is reused for others that begin alike, if they have the same `apart`: so the speed of
+    an answer tells nothing about requests with another `apart`. `conversation` names the conversation of which it is a
+    turn, so that of several servers the one is asked that has the turns before; "7/3" is one of group "7", whose
+    beginning it shares.
     """
 
     prompt_ids: tuple[int, ...]

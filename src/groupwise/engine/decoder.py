@@ -143,9 +143,9 @@ class Decoder(Protocol):
 class RowBudget:
     """The rows that the decoders of an engine share: `most`, of which `reserved` are for interactive requests only.
 
-    While somebody waits in person, batches have `paced` of them: a step takes longer the more rows it has, and so does
-    running the prompts of all that were admitted together. Somebody waits from the first row of an interactive request
-    until `PACED_S` seconds after its last, as whoever asked may ask again."""
+    While interactive requests run, batches have `paced` rows: a step takes longer the more rows it has, and so does
+    running the prompts of all that were admitted together. They count as running from the first row of an interactive
+    request until `PACED_S` seconds after its last, as the same client may ask again."""
 
     def __init__(self, most: int, reserved: int, paced: int | None = None):
         self.most, self.reserved, self.free, self._lock = most, reserved, most, threading.Lock()

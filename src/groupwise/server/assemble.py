@@ -45,7 +45,7 @@ from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.types import PolicyVersion
 
 RESERVED = 8  # one row in so many is kept back for interactive requests
-PACED_ROWS = 16  # of batches, on a CPU, while somebody waits in person
+PACED_ROWS = 16  # of batches, on a CPU, while interactive requests run
 
 
 def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:

@@ -4,9 +4,9 @@
     may_name        the paths behind which a tenant finds its own; all others, those of tomorrow too, are the owner's
     Tenants.of      a tenant -> a `Server` of which every part is the tenant's, over the one model, engine and worker
 
-Routes name parts (`state.given`) and get those of whoever asks. What is not a tenant's is not in its parts: its ledger
-is a view of its rows, its adapters are in its directory, and so on. So another's thing is the same 404 as a thing that
-does not exist, and no route has anything to leave out.
+Routes name parts (`state.given`) and get those of the request's tenant. A tenant's parts hold only its own things: its
+ledger is a view of its rows, its adapters are in its directory, and so on. So a thing of another tenant is the same 404
+as a thing that does not exist, and no route has anything to filter.
 
     shared       the model and its tokenizer, the engine's time, the worker's, the readers of bodies, the disk, images
     a tenant's   adapters and which is active, the active policy, jobs, rollouts, feedback, responses, idempotency keys,

@@ -47,8 +47,8 @@ _VERSIONS, _WEIGHTS = f"{STORE}/*/v[0-9]*", f"{MODEL}/config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """An adapter on disk. `base_hash` is None where nobody recorded the base model's; `quantization` is how that was
-    loaded (`nf4`, `int8`)."""
+    """An adapter on disk. `base_hash` is None where the base model's was not recorded; `quantization` is how the base
+    was loaded (`nf4`, `int8`)."""
 
     version: PolicyVersion
     directory: Path

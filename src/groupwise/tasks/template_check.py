@@ -1,9 +1,10 @@
 """Tries whether a chat template only appends, before the first episode.
 
-A conversation that only grows is trained as one sequence. Where a template renders what was said differently once the
-conversation goes on, the next turn sees that, and is trained as a sequence of its own (`segments`): as true, and
-dearer, since what both saw is computed for each. Known templates: Qwen 2.5, Llama 3, Gemma and Mistral append;
-Qwen 3 drops thoughts when a user speaks again, but not between tool calls; DeepSeek R1 drops them always.
+A conversation that only grows is trained as one sequence. Where a template renders an earlier turn differently once the
+conversation goes on, the next turn sees that rendering, and is trained as a sequence of its own (`segments`): as
+correct, and more expensive, since what both saw is computed for each. Known templates: Qwen 2.5, Llama 3, Gemma and
+Mistral append; Qwen 3 drops thoughts when a user speaks again, but not between tool calls; DeepSeek R1 drops them
+always.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collects what is pushed: repositories of the hub, and their files as they lie on this machine or in memory.
 
 A LoRA adapter is its configuration, with the base's name on the hub, and its weights; a merged model or a GGUF file is
-made in a folder that is gone afterwards (TMPDIR says where). Beside each is the card, and how the run asked its policy
-where it did so in a way of its own, for `groupwise chat hf://...`.
+made in a folder that is removed afterwards (TMPDIR says where). With each goes the card, and the template and settings
+by which the run asked its policy, where these are not the model's own, for `groupwise chat hf://...`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ then, single tokens differ by whole nats: 0.1 in the mean and more, in a server 
     again      what seems too far is looked at once more, over `AGAIN` times as many other tokens, and all count
     a warning  what is further off than the tolerance and within the limit
 
-A tolerance that somebody sets (`vllm.tolerance`) is the limit, as is float32's.
+A tolerance that is configured (`vllm.tolerance`) is the limit, as is float32's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Scripted replies with which `groupwise env check` plays an environment without a model: those that policies come up
 with early on.
 
-Each script is a policy: it answers whatever it hears in its own way, turn after turn. Nobody would pay for any of
-them, so that what an environment gives them is what a policy can have without doing its task. They write tool calls
-in the format of the model's chat template, with arguments made up from the tool's schema.
+Each script is a policy: it answers whatever it hears in its own way, turn after turn. No script does a task, so that
+the rewards which an environment gives them are those that a policy can have without doing its task. Scripts write tool
+calls in the format of the model's chat template, with arguments made up from the tool's schema.
 """
 
 from __future__ import annotations
