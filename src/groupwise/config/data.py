@@ -171,7 +171,7 @@ class RowsConfig(Section):
 
 
 class SourceConfig(RowsConfig):
-    """One of several sources."""
+    """One of several sources of prompts."""
 
     name: Text | None = None
     """What rows of it have in the column `data_source`; null is the source itself, of a file its name."""

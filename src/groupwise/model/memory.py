@@ -47,7 +47,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """One rollout batch."""
+    """The size of one rollout batch: its prompts, completions, tokens and forward passes."""
 
     prompts: int
     completions: int
@@ -92,7 +92,7 @@ def step_size(
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes, by part."""
+    """The memory that a run needs, in bytes by part."""
 
     process: int
     weights: int

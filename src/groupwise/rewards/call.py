@@ -1,5 +1,6 @@
-"""One reward function on one group: what it is given, what it may return, how it fails. `base` says what the contract
-is; this is the only place where reward code is called and its answers are read, in this process and in a pool's.
+"""Calls one reward function on one group: what it is given, what it may return, how it fails. `base` says what the
+contract is; this is the only place where reward code is called and its answers are read, in this process and in a
+pool's.
 
 Every way to fail has a kind, by which failures are counted:
 

@@ -131,7 +131,7 @@ async def try_out(
 
 
 class _Caller:
-    """Fills a Trial."""
+    """Calls a reward with probes and collects a `RewardTrial`."""
 
     def __init__(self, function: RewardFunction, rows: Sequence[ProbePrompt], pool: RewardPool | None):
         needed, known = function.missing(()), {name for row in rows for name in (*row.gold_columns, *row.columns)}

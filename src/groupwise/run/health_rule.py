@@ -75,8 +75,9 @@ RUN_KEYS = KeyNames()
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """`of` the last `window` values of `metric`, `op` the threshold. It needs `least` values (None: a full window).
-    `errors` is the metric that has their standard errors: a drop that they explain is none."""
+    """A condition on a metric: `of` the last `window` values of `metric`, `op` the threshold. It needs `least`
+    values (None: a full window). `errors` is the metric with their standard errors: a drop that these explain does
+    not count."""
 
     metric: str
     of: Aggregate = "mean"

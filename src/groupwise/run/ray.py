@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 
 class Run(Protocol[R_co]):
-    """`loop.run_loop`, which is above this file and therefore handed over."""
+    """The type of `loop.run_loop`, which is above this file and therefore handed over."""
 
     def __call__(self, config: RunConfig, *, remote: RemoteBackends, stop: StopRequest) -> R_co: ...
 

@@ -130,7 +130,7 @@ class SweepTable(SweepDisplay):
 
 
 class _Shown:
-    """Is the display of one run, and says things through that of all."""
+    """The display of one run, which shows it in that of all runs."""
 
     def __init__(self, label: str, total_steps: int, every: SweepDisplay):
         self.label, self.progress, self._every = label, Progress(total_steps), every

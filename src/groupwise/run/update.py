@@ -1,4 +1,5 @@
-"""One step's groups -> one update of the policy: advantages, the KL's weight, the learning rate, the optimizer steps.
+"""Makes one update of the policy from one step's groups: advantages, the KL's weight, the learning rate, optimizer
+steps.
 
     rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples (+ a teacher's log-probabilities)
     -> policy loss -> AdamW

@@ -555,7 +555,7 @@ class TrainQueue(Answer):
 
 
 class CancelAnswer(Answer):
-    """`cancelled`, or `cancelling`: the worker stops after its step."""
+    """The answer to a cancellation: `cancelled`, or `cancelling`: the worker stops after its step."""
 
     job_id: str
     status: Literal["cancelled", "cancelling"]

@@ -218,7 +218,8 @@ def _say(line: str) -> None:
 
 
 class _ServerProcess:
-    """One server process."""
+    """Runs a server in this process: serves the loading page at first, then the assembled server, until it is
+    stopped."""
 
     def __init__(
         self,

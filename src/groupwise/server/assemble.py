@@ -1,4 +1,5 @@
-"""From a configuration to the parts of a server: the model, the engine, the policies, the worker's supervisor."""
+"""Assembles the parts of a server from its configuration: the model, the engine, the policies, the worker's
+supervisor."""
 
 from __future__ import annotations
 

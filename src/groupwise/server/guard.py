@@ -95,7 +95,7 @@ access = logging.getLogger("groupwise.access")
 
 @dataclass
 class Gate:
-    """In which phase the server is. `reason` is for people."""
+    """The phase that the server is in. `reason` is for people."""
 
     phase: Literal["loading", "ready", "draining"] = "loading"
     reason: str = "the model is being loaded"

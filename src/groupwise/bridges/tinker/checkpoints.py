@@ -104,7 +104,7 @@ def check_checkpoint_name(name: str) -> None:
 
 
 class TinkerCheckpoints:
-    """Those of one state directory. Everything here touches the disk: call it in a thread."""
+    """The checkpoints of one state directory. Every method touches the disk: call it in a thread."""
 
     def __init__(self, root: Path):
         self._runs = root / "runs"

@@ -55,7 +55,8 @@ class Link:
 
 
 class Downloads:
-    """All of one server. What is made for an address only is in `root`, and goes with it."""
+    """Files that clients may download from one server. `root` has the files that were made for an address alone, and
+    removes them with it."""
 
     def __init__(self, root: Path, models: Models, checkpoints: TinkerCheckpoints, store: AdapterStore):
         self._root, self._models, self._checkpoints, self._store = root, models, checkpoints, store

@@ -84,7 +84,7 @@ class OfModel(Body):
 
 
 class Sequenced(Body):
-    """One request of a model, in its place."""
+    """A request to a model, with its number in the model's sequence."""
 
     model_id: Id
     seq_id: SeqId
@@ -237,7 +237,7 @@ class Retrieve(Body):
 
 
 class TinkerPath(Body):
-    """A checkpoint."""
+    """The tinker:// path of a checkpoint."""
 
     tinker_path: str
 

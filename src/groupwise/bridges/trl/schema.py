@@ -70,7 +70,7 @@ class ChatsRequest(Drawn):
 
 
 class Drawings(Answer):
-    """`n` completions of each prompt, by prompt; log-probabilities are [completion][token][alternative]."""
+    """Answer with `n` completions of each prompt, by prompt; log-probabilities are [completion][token][alternative]."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]

@@ -72,7 +72,7 @@ def in_words(way: Way) -> str:
 
 
 class Transfers:
-    """All servers' ways.
+    """Sends whole models to all servers, to each in its own way.
 
     Args:
         run: runs a coroutine in the servers' event loop, from another thread.

@@ -86,7 +86,7 @@ def _register() -> None:
 
     @dataclass
     class InitInfo(WeightTransferInitInfo):
-        """`Meeting`, and the rank of the server's first worker."""
+        """The `Meeting` to join, and the rank of the server's first worker."""
 
         host: str
         port: int

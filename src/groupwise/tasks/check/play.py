@@ -115,7 +115,7 @@ async def try_out(opened: Opened, *, engine: Sampler | None, episodes: int, seed
 
 
 class _Player:
-    """Fills a Trial."""
+    """Plays an environment and collects an `EnvTrial`."""
 
     def __init__(self, opened: Opened, seed: int):
         self.trial, self._opened, self._seed = EnvTrial(opened=opened), opened, seed

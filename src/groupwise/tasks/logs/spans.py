@@ -58,7 +58,7 @@ class _Call:
 
 
 class Spans:
-    """A `LogFormat`."""
+    """The `LogFormat` of OpenTelemetry spans."""
 
     name = "OpenTelemetry's spans and events"
 
