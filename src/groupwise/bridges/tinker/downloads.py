@@ -55,8 +55,8 @@ class Link:
 
 
 class Downloads:
-    """Files that clients may download from one server. `root` has the files that were made for an address alone, and
-    removes them with it."""
+    """The downloads that one server offers. Files that were made for one address lie in `root` and are removed with
+    it."""
 
     def __init__(self, root: Path, models: Models, checkpoints: TinkerCheckpoints, store: AdapterStore):
         self._root, self._models, self._checkpoints, self._store = root, models, checkpoints, store
