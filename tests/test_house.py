@@ -6,6 +6,7 @@ import importlib.util
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -54,12 +55,18 @@ def test_a_file_has_one_head() -> None:
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, set[str]]:
-    """What `tools/house.py` counts, each as the places where it is."""
+def house() -> ModuleType:
+    """`tools/house.py`, imported."""
     spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
     assert spec is not None and spec.loader is not None
     house = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(house)
+    return house
+
+
+@pytest.fixture(scope="module")
+def counted(house: ModuleType) -> dict[str, set[str]]:
+    """The counts of `tools/house.py`, each as the places of what is counted."""
     trees = {house.module_of(path): tree_of(path) for path in SOURCE.rglob("*.py")}
     return house.counted(trees)
 
@@ -74,9 +81,30 @@ def test_there_is_none_of_it(counted: dict[str, set[str]], what: str) -> None:
 
 
 @reads_all
-def test_docstrings_of_functions_begin_with_a_verb(counted: dict[str, set[str]]) -> None:
-    """A sentence says who does what; a noun alone ("The file.") can be completed only by its author."""
+def test_docstrings_say_what_a_thing_is_or_does(counted: dict[str, set[str]]) -> None:
+    """A function's begins with a verb: a noun alone ("The file.") can be completed only by its author. That of a class
+    or a module names a thing or what it does: a question ("What is kept.") can be answered only by its author."""
     assert len(counted["docstring fragments"]) < 10, sorted(counted["docstring fragments"])
+
+
+def test_a_fragment_is_found_in_functions_classes_and_modules(house: ModuleType) -> None:
+    tree = ast.parse(
+        '''"""What is kept."""
+class Kept:
+    """Whose it is."""
+    def of(self): """The file."""
+    @property
+    def size(self): """Of the file."""
+class Bound:
+    """The bounds of a tenant."""
+def read(): """Return the file."""
+'''
+    )
+    assert list(house.fragments("store.kept", tree)) == [
+        "store.kept:1 (the module)",
+        "store.kept:2 Kept",
+        "store.kept:4 of",
+    ]
 
 
 def test_no_module_is_a_drawer() -> None:

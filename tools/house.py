@@ -6,7 +6,7 @@
 With `--why` it lists what it has counted, so that each number can be looked up: second heads, imports of bridges by the
 core, kinds of environments that `run` asks for by `isinstance`, optimizer steps and learner states that are made
 outside `train`, circles of imports that count those inside functions, options that nothing in the repository sets,
-docstrings of functions that begin with no verb.
+docstrings of functions that begin with no verb, and of classes and modules that begin with a question word.
 
 A *layer* is a place in the longest chain of imports made at import time, cycles counted as one. A *walk* is counted by
 running it: the modules of the package in which any function was called, in every process that took part,
@@ -128,6 +128,9 @@ KINDS = {"EnvFactory", "Agent", "Harness", "LegacyEnv", "ThreeMethods", "Rollout
 FRAGMENTS = set(  # first words of docstrings that are no verbs
     "The What A An Whether How Which Where Why One Those Every Each All Of As For Within From With In".split()  # noqa: SIM905
 )
+QUESTIONS = set(  # first words of docstrings of classes and modules that name neither a thing nor what it does
+    "What How Which Who Whose Where Why Whether Of Something Some".split()  # noqa: SIM905
+)
 SETTERS = (
     "configs",
     "docs",
@@ -167,21 +170,27 @@ def counted(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
             and "learner" in ast.unparse(node)
         },
         "options nothing sets": unset_options(),
-        "docstring fragments": {
-            f"{module}:{node.lineno} {node.name}"
-            for module, tree in trees.items()
-            if not module.startswith("cli.templates")
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and not any("property" in ast.unparse(each) for each in node.decorator_list)
-            and (ast.get_docstring(node) or "Say").split()[0] in FRAGMENTS
-        },
+        "docstring fragments": {each for module, tree in trees.items() for each in fragments(module, tree)},
     }
     for room in ("server", "train"):
         inside = {m: {t for t in late[m] if t.startswith(f"{room}.")} for m in late if m.startswith(f"{room}.")}
         circles = [circle for circle in components(inside) if len(circle) > 1]
         found[f"in circles of {room}"] = {module for circle in circles for module in circle}
     return found
+
+
+def fragments(module: str, tree: ast.Module) -> Iterator[str]:
+    """Yield line and name of each docstring in a module that begins with one of `FRAGMENTS` or `QUESTIONS`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            words, told = FRAGMENTS, not module.startswith("cli.templates")
+            told = told and not any("property" in ast.unparse(each) for each in node.decorator_list)
+        elif isinstance(node, ast.ClassDef | ast.Module):
+            words, told = QUESTIONS, True
+        else:
+            continue
+        if told and (ast.get_docstring(node) or "Say").split()[0] in words:
+            yield f"{module}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', '(the module)')}"
 
 
 def unset_options() -> set[str]:

@@ -241,7 +241,7 @@ class LedgerDamagedError(GroupwiseError):
 
 
 class DamagedPayloadError(GroupwiseError):
-    """What a job was to train on is not what was submitted: its checksum differs, or it is gone."""
+    """The data of a job are not those that were submitted: their checksum differs, or they are gone."""
 
     code, status = "payload_damaged", 410
 
@@ -307,7 +307,7 @@ class AuthenticationError(GroupwiseError):
 
 
 class ConflictError(GroupwiseError):
-    """What is to be made exists already."""
+    """An adapter or checkpoint of this name exists already, or is of another kind than what it is to go into."""
 
     code, status, exit_code = "already_exists", 409, 2
 
@@ -374,8 +374,8 @@ class DeviceLostError(TryAgainError):
 
 
 class RemoteError(GroupwiseError):
-    """What a server answered, seen from the client: status, code, hint, request id and `field` (its `param`) are those
-    of its envelope."""
+    """A server's error answer, raised by the client: status, code, hint, request id and `field` (its `param`) are those
+    of the answer's envelope."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What Groupwise asks of the operating system beyond portable Python, in one place: Linux and macOS are supported.
+"""Asks the operating system for whatever is beyond portable Python, in one place: Linux and macOS are supported.
 
     require_supported     a plain error on Windows, which has neither `fork` nor `flock`, and on an old Python
     cores, memory_bytes   what this process may use of the machine, limits of its control group (container) included

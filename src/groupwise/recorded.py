@@ -1,4 +1,4 @@
-"""What an engine records of tokens besides their ids and log-probabilities, so that the trainer computes the same.
+"""Records of an engine about tokens, besides their ids and log-probabilities, with which the trainer computes the same.
 
 RoutedExperts    the experts that the routers of a mixture chose (`train.router_replay`); `RoutingShape` of which
 SamplingMask     the part of the vocabulary that each token could be drawn from (top_p, a grammar, ...)
@@ -59,8 +59,8 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """How the routers of a mixture choose: the layers that have one, the experts that each chooses for a token, and of
-    how many."""
+    """The shape of a mixture's routing: its layers with a router, the experts that each chooses for a token, and of how
+    many."""
 
     layers: int
     chosen: int

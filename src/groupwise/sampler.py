@@ -1,4 +1,4 @@
-"""What the rest of the system may assume of an engine.
+"""Protocols of an engine: all that the rest of the system may assume of it.
 
 Token ids in, token ids and behaviour logprobs out, sampled by a named, immutable policy version. Engines are
 interchangeable: nothing above this file knows which one it talks to.

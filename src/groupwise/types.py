@@ -59,8 +59,8 @@ class Message(TypedDict):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or where the
-    context was full, `abort` cancelled from outside. Each equals its string."""
+    """The reason why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or
+    where the context was full, `abort` cancelled from outside. Each equals its string."""
 
     STOP = "stop"  # an end-of-turn token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context was full
@@ -101,7 +101,7 @@ class PolicyVersion:
 
 
 class GrammarKind(StrEnum):
-    """What a `Grammar` is written in."""
+    """The language that a `Grammar` is written in."""
 
     JSON_SCHEMA = "json_schema"  # a JSON Schema
     JSON_OBJECT = "json_object"  # nothing: any JSON object
@@ -113,7 +113,8 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of a completion must be (structured outputs); `engine.grammar` keeps tokens to it.
+    """The form that the text of a completion must have (structured outputs); `engine.grammar` only lets tokens through
+    that fit.
 
     `source` is written in the language of `kind`. `thoughts` says whether a thought may stand in front ("optional"), or
     the prompt has begun one already ("begun"); thoughts are free, and after `thought_tokens` tokens nothing is left to
@@ -183,7 +184,7 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one prompt is sampled.
+    """Parameters with which one prompt is sampled.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` fixes the draw of every completion:
     completion j of a prompt uses (seed, j), whatever else is in the batch. `stop` strings end a completion and are cut
@@ -291,11 +292,12 @@ _DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(Sampl
 class SamplingRequest:
     """`n` completions of one prompt from one policy. `prompt_ids` must not be empty.
 
-    Somebody waits for an `interactive` request: it is admitted before those that are not. `cache` marks the turn of a
+    An `interactive` request has a person waiting for it: it is admitted before the others. `cache` marks the turn of a
     conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
-    What is computed for a request is used for others that begin alike, if they have the same `apart`: by how quick it
-    is, a request tells nothing of those of another. `conversation` names what it is a turn of, so that of several
-    servers the one is asked which has the turns before; "7/3" is one of group "7", whose beginning it shares.
+    What is computed for a request is reused for others that begin alike, if they have the same `apart`: so the speed of
+    an answer tells nothing about requests with another `apart`. `conversation` names the conversation of which it is a
+    turn, so that of several servers the one is asked that has the turns before; "7/3" is one of group "7", whose
+    beginning it shares.
     """
 
     prompt_ids: tuple[int, ...]
@@ -341,7 +343,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one prompt.
+    """A completion that the engine sampled for one prompt.
 
     `logprobs[t]` (nats) is the log-probability of `token_ids[t]` under the whole temperature-scaled distribution, which
     is what clients are told. Where tokens were drawn from parts of the vocabulary (`SamplingParams.reshaped`, a
@@ -495,7 +497,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What the learner trains on. All five completion fields have length T.
+    """A training example, as the learner takes it. All five completion fields have length T.
 
     `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
     user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised

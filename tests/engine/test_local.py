@@ -932,13 +932,13 @@ def test_batches_stand_still_while_somebody_is_answered(open_engine, monkeypatch
         places = [i for i, who in enumerate(said) if who == "person"]
         return said[places[1] : places[-1]]
 
-    monkeypatch.setattr("groupwise.engine.local.STILL", 1e6)
+    monkeypatch.setattr("groupwise.engine.local.BATCH_PAUSE_FACTOR", 1e6)
     assert len(alone[1][0][0]) > 10 and together().count("batch") <= 2 * batch.n  # a step that had begun
     assert said[-1] == "batch" and engine._budget.free == 8
 
 
 def test_batches_go_on_while_somebody_waits_for_their_rows(open_engine, monkeypatch):
-    monkeypatch.setattr("groupwise.engine.local.STILL", 1e6)
+    monkeypatch.setattr("groupwise.engine.local.BATCH_PAUSE_FACTOR", 1e6)
     engine, asked = open_engine(max_rows=4), threading.Event()
     (batch,) = engine.submit([request(3, n=4, max_tokens=30)], on_token=lambda *_: asked.wait(timeout=60) and None)
     (person,) = engine.submit([replace(request(5, max_tokens=5), interactive=True)])

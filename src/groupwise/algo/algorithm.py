@@ -28,7 +28,8 @@ from groupwise.types import Rollout, RolloutGroup, Sample
 
 
 class Algorithm:
-    """From the rewards of a group to what its tokens learn. Extend it; the loop calls both hooks in one thread."""
+    """Turns the rewards of a group into what its tokens learn: advantages and per-token streams. Extend it; the loop
+    calls both hooks in one thread."""
 
     def advantages(self, rewards: Sequence[float], rollouts: Sequence[Rollout]) -> Sequence[float]:
         """Return one advantage for each rollout.

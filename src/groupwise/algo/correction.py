@@ -29,7 +29,8 @@ from groupwise.config.loss import LossSpec
 
 @dataclass(frozen=True)
 class Correction:
-    """`weight_N` is c_t; `log_ratio_N` the logarithm of what it was before bounds and masks, g of the token or row.
+    """The correction of a loss for the gap between sampler and trainer: `weight_N` is c_t; `log_ratio_N` the logarithm
+    of the ratio before bounds and masks, g of the token or row.
 
     A loss that weighs whole rows itself (VESPO) takes `log_weight_B`, what c adds to a row's log-ratio, and `kept_N`.
     """

@@ -1,4 +1,4 @@
-"""What a policy loss is computed from: the loss tokens of one micro-batch and the counts of the batch it belongs to.
+"""The inputs of a policy loss: the loss tokens of one micro-batch and the counts of the batch that it belongs to.
 
 A batch is cut into micro-batches, and its loss must not depend on the cut. So the totals that a loss divides by are
 those of the whole batch: they come with the inputs and are never counted from the tokens at hand. A row is a

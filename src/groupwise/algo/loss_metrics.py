@@ -1,4 +1,5 @@
-"""What a policy loss reports, and how reports of parts become those of the whole. docs/losses.md defines every name.
+"""Metrics of a policy loss, and how those of micro-batches combine into those of the batch. docs/losses.md defines
+every name.
 
 A metric of a micro-batch is a detached scalar of one of four kinds, told by its name:
 

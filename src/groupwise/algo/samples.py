@@ -1,4 +1,4 @@
-"""From the turns of an episode to training samples: token sequences with a mask of what the policy sampled.
+"""Makes training samples of the turns of an episode: token sequences with a mask of what the policy sampled.
 
     turn 1   saw 1 2          said 3 4
     turn 2   saw 1 2 3 4 9 9  said 5        extends what there was: 9 9 is a tool's answer and the template's own tokens

@@ -1,4 +1,4 @@
-"""Which tokens a policy loss still moves: those inside the bounds of its ratio."""
+"""Finds the tokens that a policy loss still moves: those inside the bounds of its ratio."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ LISTED_PAGES = 100  # of a server's list of tools
 
 @dataclass(frozen=True, kw_only=True)
 class McpAddress:
-    """Where a server is: a command to start it, or the URL of one that runs."""
+    """The address of a server: a command to start it, or the URL of one that runs."""
 
     command: tuple[str, ...] = ()
     url: str | None = None

@@ -190,7 +190,7 @@ def rollback(
 
 
 class ExportFormat(StrEnum):
-    """What a version is written as."""
+    """The file format that a version is exported to."""
 
     PEFT = "peft"
     MERGED = "merged"

@@ -148,7 +148,7 @@ def _meant(
 
 
 class Partner(Protocol):
-    """Who is talked to."""
+    """The partner of a chat: a model here or behind a server, which answers."""
 
     def answer(self, messages: Sequence[Any]) -> tuple[dict[str, Any], str]:
         """Return the reply as JSON, and its text."""
@@ -243,7 +243,7 @@ class ServerPartner:
 
 
 class LocalPartner:
-    """What a run trained, loaded into this process; `rendered` is the run's `chat`.
+    """The policy that a run trained, loaded into this process; `rendered` is the run's `chat`.
 
     Raises:
         ModelError, AdapterError: it cannot be loaded.

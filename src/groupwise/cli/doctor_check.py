@@ -1,4 +1,4 @@
-"""What one check of `groupwise doctor` found."""
+"""The result of one check of `groupwise doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Status = Literal["ok", "warn", "fail", "absent"]
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """`remedy` is empty where there is nothing to do."""
+    """Result of one check; `remedy` is empty where there is nothing to do."""
 
     name: str
     status: Status

@@ -111,7 +111,7 @@ def _compared(ranks: Ranks, here: World, local: Sequence[DoctorCheck], directory
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What one process is and has."""
+    """The host, versions and GPUs of one process, and the checks that failed there."""
 
     host: str
     local_rank: int

@@ -1,4 +1,4 @@
-"""How the command line writes: data to stdout, words to stderr, and nothing of what a model wrote is interpreted."""
+"""Writes the command line's output: data to stdout, words to stderr, and nothing that a model wrote is interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of this package has never run: lines that only a GPU executes, found by the comments that mark them.
+"""Finds the lines of this package that have never run, since only a GPU executes them, by the comments that mark them.
 
     if device.type == "cuda":  # gpu-only: pinned copies          the block below has never run, and why it is there
     if device.type != "cuda":  # gpu-only below: CUDA IPC         ... what follows the block, to the end of its parent

@@ -72,7 +72,7 @@ class LossConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages; `groupwise.algo.advantage` has the equations."""
+    """Options of how rewards become advantages; `groupwise.algo.advantage` has the equations."""
 
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Several rewards: add them and normalise the sum, or normalise each and add (GDPO)."""

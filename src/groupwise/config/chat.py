@@ -1,4 +1,4 @@
-"""How conversations become tokens: the keys of `chat`, of a run and of a server."""
+"""The configuration's `chat` section, of a run and of a server: how conversations become tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where a run's prompts come from: files, functions, Hugging Face datasets, the generators of reasoning-gym."""
+"""The configuration's `data` section: the sources of a run's prompts (files, functions, Hugging Face datasets,
+reasoning-gym)."""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ class RowsConfig(Section):
 
 
 class SourceConfig(RowsConfig):
-    """One of several sources."""
+    """One of several sources of prompts."""
 
     name: Text | None = None
     """What rows of it have in the column `data_source`; null is the source itself, of a file its name."""
@@ -191,7 +192,7 @@ class SourceConfig(RowsConfig):
 
 
 class DatasetConfig(RowsConfig):
-    """Where prompts come from: one source, or several."""
+    """The source of prompts: one, or several."""
 
     sources: tuple[SourceConfig, ...] = Field(default=(), strict=False)
     """Several sources in the place of `source`. What is said beside them of columns, filter, prompt, answer and chat
@@ -281,7 +282,7 @@ class DatasetConfig(RowsConfig):
 
 
 class CurriculumConfig(Section):
-    """Which prompts are drawn, by the share of their completions that succeeded so far (rewards scaled to 0..1)."""
+    """Choice of prompts by the share of their completions that succeeded so far (rewards scaled to 0..1)."""
 
     filter: Annotated[tuple[float, float], Field(strict=False)] | None = None
     """[low, high]: prompts whose rate is known and outside are passed over, and looked at again now and then."""

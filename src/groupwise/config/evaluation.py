@@ -1,4 +1,4 @@
-"""What a run evaluates on, when, and by which reward (`eval`)."""
+"""The configuration's `eval` section: what a run evaluates on, when, and by which reward."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """`module:function`, the folder from which the module is imported, and whether only this process has it."""
+    """The name of an object, `module:function`, with the folder from which the module is imported, and whether only
+    this process has the object."""
 
     name: str
     folder: Path

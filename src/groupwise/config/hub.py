@@ -1,8 +1,9 @@
-"""Which model a name means, and reading from Hugging Face's hub without long waits: if it cannot be reached, that is
-found out once, at the start.
+"""Resolves a model's name, and reads from Hugging Face's hub without long waits: if it cannot be reached, that is found
+out once, at the start.
 
-Its libraries ask for every file several times, with longer and longer pauses, before they look into their cache or give
-up. Within `reading(name)` the hub is asked once; if nobody answers, they are in their offline mode meanwhile.
+The hub's libraries ask for every file several times, with longer and longer pauses, before they look into their cache
+or give up. Within `reading(name)` the hub is asked once; if it does not answer, the libraries are in their offline mode
+meanwhile.
 """
 
 from __future__ import annotations

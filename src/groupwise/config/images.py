@@ -1,4 +1,4 @@
-"""Which addresses images may be fetched from: none, unless a configuration names their hosts.
+"""The addresses that images may be fetched from: none, unless a configuration names their hosts.
 
     images: {allowed_hosts: [images.example.com, "*.cdn.example.com", "http://127.0.0.1:9000"]}
 
@@ -147,7 +147,7 @@ def _are_hosts(entries: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ImagesConfig(Section):
-    """Where images may be fetched from that are named by an address."""
+    """The hosts from which images may be fetched that are named by an address."""
 
     allowed_hosts: Annotated[Texts, AfterValidator(_are_hosts)] = ()
     """Hosts whose images are fetched: `images.example.com`, `*.example.com` (the names below it), with a port where it

@@ -1,4 +1,4 @@
-"""What a training request may ask for: the `config` of a GRPO or a supervised (SFT) job.
+"""The configuration of a training request: the `config` of a GRPO or a supervised (SFT) job.
 
     parse_job_config("grpo", {...})   a mapping -> GrpoJobConfig, every problem in one ConfigError
     parse_job_config("sft", {...})    a mapping -> SftJobConfig
@@ -91,7 +91,7 @@ def _default_clip_epsilon(given: Mapping[str, Any]) -> float | None:
 
 
 class JobAdapterOptions(Section):
-    """Which adapter a job makes a version of, and what becomes of it."""
+    """The adapter that a job makes a version of, the job's turn in the queue, and whether its version goes live."""
 
     output_name: AdapterName | None = None
     """The adapter to make the next version of; null: the server makes a name up."""

@@ -1,5 +1,5 @@
-"""What a server does by itself with feedback: `learn` (automatic jobs), `gate` (which versions go live) and `raters`
-(whose ratings count).
+"""The sections by which a server learns from feedback: `learn` (automatic jobs), `gate` (which versions go live) and
+`raters` (whose ratings count).
 
 All are keys of the server's configuration, and off where they are left out:
 
@@ -157,7 +157,7 @@ class RatersConfig(Section):
 
 
 class GateConfig(LastingBounds):
-    """What a version that a job made must pass before it becomes active."""
+    """The gate that a version which a job made must pass before it becomes active."""
 
     prompts: DatasetConfig
     """Held-out prompts, as `data` of a run (docs/recipe.md). Every version that is judged looks at them, and the later

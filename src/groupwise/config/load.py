@@ -47,8 +47,8 @@ _IMPORTING = threading.RLock()  # the import path is the process's
 
 
 class GoneError(AttributeError):
-    """What a module's `__getattr__` raises of a name that was one of its own in another process. To whoever only asks
-    whether it is there (torch's compiler asks every module for `torch`) it is not."""
+    """Error of a module's `__getattr__` for a name that the module held in another process. To code that only asks
+    whether the name is there (torch's compiler asks every module for `torch`) it says no, as any AttributeError."""
 
     def __init__(self, message: str, *, hint: str):
         super().__init__(message)

@@ -1,5 +1,5 @@
-"""What people call our keys and their values elsewhere, and the first place of keys that have two: for "did you mean"
-alone. Where another value does the same it stands here as an override, `key=value`.
+"""Other names of our keys and values, as people know them from elsewhere, and the first place of keys that have two:
+for "did you mean" alone. Where another value does the same it stands here as an override, `key=value`.
 
 The keys of systems whose files are imported stand here only where a job is asked for them, too (`config.job`), or where
 their tables say less to the point: of all others these say what each is (`config.formats.known_elsewhere`).

@@ -1,4 +1,4 @@
-"""How preference pairs are learned (`kind: dpo`): which loss, and how strongly the reference holds."""
+"""The configuration of learning from preference pairs (`kind: dpo`): the loss, and how strongly the reference holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from groupwise.config.section import Section
 
 
 class PreferenceConfig(Section):
-    """How preference pairs are learned, with `kind: dpo` (docs/preferences.md)."""
+    """Learning from preference pairs, with `kind: dpo` (docs/preferences.md)."""
 
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """sigmoid: DPO's (arXiv 2305.18290). ipo: IPO's squared distance to a margin, by token (arXiv 2310.12036)."""

@@ -1,4 +1,5 @@
-"""What a version must pass to take another's place: in a server (`gate`, `config.learn`) and in a run (`promote`)."""
+"""The bounds that a version must keep to take another's place: in a server (`gate`, `config.learn`) and in a run
+(`promote`)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from groupwise.config.section import Section, Text, conflict
 
 
 class Bounds(Section):
-    """How much worse than another version one may be on the same held-out prompts, and how sure that must be."""
+    """Bounds on how much worse than another version one may be on the same held-out prompts, and how sure that is."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """How sure it must be that the new version is not worse by more than `margin`. What is left, 5 %, is the chance
@@ -51,7 +52,7 @@ class LastingBounds(Bounds):
 
 
 class PromoteConfig(LastingBounds):
-    """Which of a run's versions become its active one: each that is evaluated and passes."""
+    """Promotion of a run's versions: each one that is evaluated and passes becomes the active one."""
 
     against: Text = "base"
     """What it must not be worse than: `base`; `active`, the version promoted before, at first what the run starts from;

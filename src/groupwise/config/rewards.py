@@ -25,7 +25,7 @@ class RewardConfig(Section):
 
 
 class ScoringConfig(Section):
-    """Where and how long reward functions run."""
+    """Worker processes and time limits of reward functions."""
 
     workers: int = Field(default=2, ge=0, le=1024)
     """Processes that run them, killed and replaced when they hang or crash; 0 runs them in this one, unprotected."""

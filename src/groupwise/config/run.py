@@ -254,7 +254,7 @@ class RerollConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How completions are sampled, and how far sampling may run ahead of training."""
+    """Sampling of completions, and how far it may run ahead of training."""
 
     prompts_per_step: int = Field(default=32, ge=1, le=65536)
     """Prompts, and so groups, in one step's batch."""
@@ -400,7 +400,7 @@ class RolloutConfig(Section):
 
 
 class AdaptersConfig(Section):
-    """How many published adapter versions are kept, and which one training starts from."""
+    """The number of published adapter versions that are kept, and the one that training starts from."""
 
     keep: int = Field(default=3, ge=1)
     """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
@@ -410,14 +410,14 @@ class AdaptersConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How often a run writes a checkpoint, from which `resume: auto` continues."""
+    """The interval of a run's checkpoints, from which `resume: auto` continues."""
 
     every: int = Field(default=25, ge=0)
     """Steps between checkpoints; 0 writes one at the end and when stopped only."""
 
 
 class TrackingConfig(Section):
-    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    """Trackers that get the metrics besides `metrics.jsonl`, which is always written."""
 
     trl_names: bool = True
     """Give these trackers the metrics under TRL's names too."""
@@ -493,7 +493,7 @@ class RunConfig(Section):
     rewards: Rewards = ()
     """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
-    """Where and how long reward functions run."""
+    """Worker processes and time limits of reward functions."""
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
     engine: Engine = "local"

@@ -1,4 +1,4 @@
-"""What every part of a configuration is: strict, frozen, with errors that point at the key.
+"""The base of every part of a configuration: strict, frozen, with errors that point at the key.
 
 Section         a part of a configuration
 NullIsAbsent    a model in whose input null stands for a field that is left out

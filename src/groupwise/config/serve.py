@@ -206,7 +206,7 @@ class ServeConfig(Section):
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""
     paced_rows: int | None = Field(default=None, ge=1, le=65536)
-    """How many of them batches, jobs and gates may use while somebody waits in person, and for five seconds after: a
+    """How many of them batches, jobs and gates may use while interactive requests run, and for five seconds after: a
     step takes longer the more rows it has. null: 16 on a CPU, no bound on a GPU, where it hardly does."""
     cache_gb: float | None = Field(default=None, gt=0)
     """GiB that keys and values may take; requests wait where those in flight could need more before they end. null: on

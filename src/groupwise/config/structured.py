@@ -1,4 +1,5 @@
-"""What completions must be: `structured_outputs` of a run and of a server, as vLLM says it."""
+"""The configuration's `structured_outputs` section, of a run and of a server: the form of completions, as vLLM says
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _FORMS = ("regex", "choice", "grammar", "json_object")  # of `StructuredOutputsC
 
 
 class StructuredOutputsConfig(Section):
-    """What completions must be, as vLLM says it: one of these keys."""
+    """The form that completions must have, as vLLM says it: one of these keys."""
 
     schema_: Text | dict[str, Any] | None = Field(default=None, alias="json")
     """JSON that a JSON Schema allows: the schema itself, or as a string."""

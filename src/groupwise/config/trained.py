@@ -1,4 +1,5 @@
-"""Which parameters train where there is no adapter (`train.lora: null`): of the text decoder, of what sees, or all."""
+"""The parameters that train where there is no adapter (`train.lora: null`): of the text decoder, of what sees, or
+all."""
 
 from __future__ import annotations
 

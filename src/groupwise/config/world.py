@@ -1,5 +1,5 @@
-"""Which of a run's processes this one is, as torchrun says it in the environment (RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE)."""
+"""This process's place among those of a run, as torchrun says it in the environment (RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE)."""
 
 from __future__ import annotations
 

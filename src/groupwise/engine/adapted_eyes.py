@@ -1,8 +1,10 @@
-"""What each policy sees: the features of images under adapters that change the vision tower or its projector.
+"""Computes the features of images as each policy sees them, under adapters that change the vision tower or its
+projector.
 
-A packed row may have one image under several policies. Under the base, and under an adapter that leaves the eyes alone,
-an image's features are those that sampling and training share (`Vision.features`). Under any other they are computed by
-the engine's own modules, with that adapter alone in force, and kept for the next prompt of that version.
+A packed row may have one image under several policies. Under the base, and under an adapter that does not change the
+vision tower or its projector, an image's features are those that sampling and training share (`Vision.features`). Under
+any other adapter they are computed by the engine's own modules, with only that adapter in force, and kept for the next
+prompt of that version.
 """
 
 from __future__ import annotations

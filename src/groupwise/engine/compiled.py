@@ -240,7 +240,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy:
-    """What was made for the policy of the last step."""
+    """The compiled parts that were made for the policy of the last step."""
 
     products: Products
     weights: Weights

@@ -1,4 +1,5 @@
-"""What decoders share: the model, the rows that they decode, the next token of each, and what becomes of finished ones.
+"""The common part of all decoders: the model, the rows that are decoded, sampling each row's next token, and completing
+rows that are finished.
 
     PackedDecoder    all its rows in one packed forward over its own cache, prompts shared (`packed`)
     PlainDecoder     any model that transformers can run, by its own forward and cache (`plain`)
@@ -49,10 +50,10 @@ Queue = deque[PendingRequest]
 
 
 class EngineModel:
-    """What all decoders of an engine use: a module tree of the engine's own over the base model's weights, the LM head,
-    the rows that there are, and the adapters (`bank`), as hooks where the model runs as transformers wrote it
-    (`hooked`). `dtype`: linear layers are multiplied with in this type (`rounded`).
-    `compiled`: compiled steps need its weights as plain tensors."""
+    """The model that all decoders of an engine share: a module tree of the engine's own over the base model's weights,
+    the LM head, the budget of rows, and the adapters (`bank`), as hooks where the model runs as transformers wrote it
+    (`hooked`). `dtype`: linear layers are multiplied with in this type (`rounded`). `compiled`: compiled steps need its
+    weights as plain tensors."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class EngineModel:
 
 
 class Decoder(Protocol):
-    """What an engine's thread works with."""
+    """Decodes the rows of one engine, step by step, in the engine's thread."""
 
     @property
     def active(self) -> int:
@@ -142,9 +143,9 @@ class Decoder(Protocol):
 class RowBudget:
     """The rows that the decoders of an engine share: `most`, of which `reserved` are for interactive requests only.
 
-    While somebody waits in person, batches have `paced` of them: a step takes longer the more rows it has, and so does
-    running the prompts of all that were admitted together. Somebody waits from the first row of an interactive request
-    until `PACED_S` seconds after its last, as whoever asked may ask again."""
+    While interactive requests run, batches have `paced` rows: a step takes longer the more rows it has, and so does
+    running the prompts of all that were admitted together. They count as running from the first row of an interactive
+    request until `PACED_S` seconds after its last, as the same client may ask again."""
 
     def __init__(self, most: int, reserved: int, paced: int | None = None):
         self.most, self.reserved, self.free, self._lock = most, reserved, most, threading.Lock()
@@ -181,7 +182,7 @@ class RowBudget:
 
 
 class DecodedRows(ABC):
-    """Some rows that are decoded together: their state, and what happens with every token."""
+    """Rows that are decoded together: their state, and what is done with every token."""
 
     def __init__(self, shared: EngineModel, max_rows: int):
         self.shared, self.rows = shared, Rows(max_rows, shared.device)

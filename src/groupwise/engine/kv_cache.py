@@ -117,7 +117,7 @@ class _Store:
 
 @dataclass
 class CacheNeed:
-    """What a cache must hold at most until its rows have ended, each having said as much as it may."""
+    """The most that a cache must hold until its rows have ended, if each says as much as it may."""
 
     rows: int = 0
     own: int = 0  # most tokens that a row holds itself

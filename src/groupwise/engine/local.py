@@ -15,9 +15,9 @@ so a seeded batch is reproducible bit for bit. Cancelling a future frees its row
 An error inside fails the requests at hand, and the engine goes on; one after which the device is lost to the process
 (`model.lost_device`) fails all that ever come, and `lost` says so: a server ends then and is started again.
 
-Interactive requests have lanes of their own, and while there are any the others stand still for most of the time: a
-batch loses the moments in which somebody is answered, and whoever asks hardly notices it. With one decoder for all (on
-a GPU, in compiled code, by the model's own forward) both share its steps.
+Interactive requests have lanes of their own, and while there are any the other lanes pause for most of the time: a
+batch loses the time in which interactive requests run, and these are hardly slower for the batch. With one decoder for
+all (on a GPU, in compiled code, by the model's own forward) both share its steps.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest,
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
 REST_S = 20.0  # without work, a lane keeps the memory of its rows so long
-STILL = 4.0  # times as long as its last step a lane of batches stands still, while somebody waits in person
+BATCH_PAUSE_FACTOR = 4.0  # pause of a batch lane, in durations of its last step, while interactive requests run
 
 
 @dataclass(eq=False)
 class DecoderLane:
-    """A decoder and what it is to do. `load` counts completions that were submitted and are not done; `refused` is how
-    many rows were free when it got none, if it has none now; `due` is when it goes on although somebody waits."""
+    """A decoder and its work. `load` counts completions that were submitted and are not done; `refused` is the number
+    of rows that were free when the lane got none, if it has none now; `due` is when its pause for interactive requests
+    ends."""
 
     decoder: Decoder
     urgent: Queue = field(default_factory=deque)
@@ -105,7 +106,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Replaced:
-    """What samples in the place of a version (`LocalEngine.replace`)."""
+    """The version that samples in the place of another (`LocalEngine.replace`), and its weights."""
 
     version: PolicyVersion
     weights: AdapterWeights | None
@@ -128,10 +129,7 @@ class LocalEngine(Scores):
             before they end, and one alone is never refused. None: on a GPU half of the memory that is free now, on a
             CPU as much as `max_rows` need. Of the packed forward only.
         reserved_rows: how many of them only interactive requests may use.
-        paced_rows: how many of them batches may use while somebody waits in person (`RowBudget`); None: all others.
-        prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
-        draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
-        compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be. None: on a
+        paced_rows: how many of them batches may use while interactive requests run (`RowBudget`); None: all others.
             CUDA GPU, for models that can be compiled.
         dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: as they are.
         threads: of torch, for all lanes together. None: as many as torch has here.
@@ -678,7 +676,7 @@ class LocalEngine(Scores):
             except Exception as error:  # the boundary of the thread: whoever waits must hear of it
                 self._fail(lane, error)
             now = time.monotonic()
-            lane.due = now + STILL * (now - began)
+            lane.due = now + BATCH_PAUSE_FACTOR * (now - began)
             if any(other.refused is not None for other in self._lanes):
                 with self._wakeup:
                     self._wakeup.notify_all()  # rows may have been given back, even within this turn

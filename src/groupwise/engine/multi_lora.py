@@ -345,7 +345,8 @@ class Matrix(Protocol):
 
 
 class BaseProducts(Protocol):
-    """What stands for the base's own weights."""
+    """Multiplies with the base model's weights in another form than the model has them, such as rounded
+    (`cpu_weights`)."""
 
     def of(self, modules: Sequence[Any]) -> Product:
         """Return one product for all of `modules`, with their outputs side by side."""
@@ -353,7 +354,7 @@ class BaseProducts(Protocol):
 
 
 class Product(NamedTuple):
-    """What one linear module, or several side by side, do to an input [S, in]: x W^T + bias."""
+    """The product x W^T + bias of one linear module, or of several with one input, for an input x [S, in]."""
 
     matrix: Tensor | Matrix  # [in, out]
     bias: Tensor | None
@@ -389,10 +390,10 @@ def _delta(pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
 
 
 class Products:
-    """What one policy's linear modules multiply with. Merged: W^T + A B of the modules that share an input, one matrix
-    [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third faster so; from
-    LAID_OUT_BYTES on it is in the form that `lay_out` gives it, and `single` is for a single token. Over `rounded`
-    weights: theirs, with A B beside."""
+    """The matrices that one policy's linear modules multiply with. Merged: W^T + A B of the modules that share an
+    input, one matrix [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third
+    faster so; from LAID_OUT_BYTES on it is in the form that `lay_out` gives it, and `single` is for a single token.
+    Over `rounded` weights: their matrix, with A B beside it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a text has been before: for the last tokens of a row, what followed them when they occurred last.
+"""Drafts tokens from a row's own text: finds the last occurrence of its last tokens, and what followed there.
 
     ids     ... a b c d e ...  ... a b c        3-gram (a, b, c) ended before d      draft: d e ...
 

@@ -137,8 +137,9 @@ NEVER = 1 << 62  # tokens
 
 
 class OnHost:
-    """What the host knows of the rows without asking the device, whose work it would have to wait for: each step adds
-    a token to each row. Tokens said, tokens at most, tokens of the prompt that the row holds itself, and its seed."""
+    """Copies on the host of what changes by rule, so that nobody waits for the device: each step adds a token to each
+    row. For each row the tokens said, the most that it may say, the tokens of the prompt that the row holds itself, and
+    its seed."""
 
     def __init__(self, most: int):
         self.count, self.limit, self.held = (np.zeros(most, dtype=np.int64) for _ in range(3))

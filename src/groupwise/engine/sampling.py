@@ -72,8 +72,8 @@ class RowParams:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """What the tokens of B rows could be (bools), and the log-probability of each under the policy's tempered
-    distribution restricted to that: z_a / T - log sum_{v kept} exp(z_v / T)."""
+    """The part of the vocabulary that the tokens of B rows could be drawn from (bools), and the log-probability of each
+    token under the policy's tempered distribution restricted to that part: z_a / T - log sum_{v kept} exp(z_v / T)."""
 
     kept_BV: Tensor
     logprob_B: Tensor

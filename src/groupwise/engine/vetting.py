@@ -1,4 +1,4 @@
-"""Whether a grammar may be compiled in this process: it was compiled in another before, which can be killed.
+"""Vets grammars: compiles each in another process first, which can be killed, before it may be compiled in this one.
 
     Vetting          vet(grammar): compiles it in a process of its own (`vetting_process`), within limits
     TokenizerParts   what such a process makes llguidance's tokenizer of
@@ -59,8 +59,8 @@ class TokenizerParts:
 
 @dataclass(frozen=True)
 class Vetted:
-    """What a process says of a grammar that it compiled: how much memory that took, or why it is wrong; and whether it
-    takes another."""
+    """The report of a process that compiled a grammar: how much memory that took, or why the grammar is refused; and
+    `again`, whether the process takes another grammar."""
 
     size: int = 0
     refused: GrammarError | None = None
@@ -187,8 +187,7 @@ def _closing() -> NotReadyError:
 
 
 class Debts:
-    """How many seconds of a processor each sender's refused grammars took, less what time has forgiven. For any
-    thread."""
+    """Processor seconds that each sender's refused grammars took, less what time has forgiven. For any thread."""
 
     def __init__(self) -> None:
         self._owed: OrderedDict[Any, tuple[float, float]] = OrderedDict()  # seconds, as of a time

@@ -47,8 +47,8 @@ LOSS_BYTES = 96  # a loss token's numbers: log-probabilities, advantage, ratio, 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What of a decoder decides its memory. `value_bytes` is the size of one weight, and of what products compute;
-    `cached` are the layers with keys and values of their own (None: all).
+    """The sizes of a decoder that decide its memory. `value_bytes` is the size of one weight, and of one value that is
+    computed; `cached` are the layers with keys and values of their own (None: all).
 
     `layer` are the parameters of its largest decoder layer, all experts of a mixture; None: those of a dense one's
     matrices. Where weights are quantised, `stored` are the bytes of them all, and `product` the most that a layer's
@@ -163,7 +163,8 @@ class PackedShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained: an adapter of `rank`, with dropout or not, or (None) all parameters; and on which device."""
+    """The kind of training: an adapter of `rank`, with dropout or not, or (None) all parameters; and on which
+    device."""
 
     rank: int | None
     dropout: bool = False

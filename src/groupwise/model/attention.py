@@ -53,8 +53,9 @@ CPU_FUSED_FROM = 256  # tokens from which the fused CPU kernel's backward beats 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer scores: `scaling` of q.k, sliding `window` in tokens (None: all), `softcap` of the scores, learned
-    `sinks` [H]: a logit of each head that is in its softmax and has no value (gpt-oss, arXiv 2508.10925)."""
+    """The parameters of a layer's attention scores: `scaling` of q.k, sliding `window` in tokens (None: all), `softcap`
+    of the scores, learned `sinks` [H]: a logit of each head that is in its softmax and has no value (gpt-oss, arXiv
+    2508.10925)."""
 
     scaling: float
     window: int | None = None
@@ -98,7 +99,8 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 class Layout(Protocol):
-    """Who attends to whom among the S tokens of one packed row, and what state they start from in recurrent layers."""
+    """The layout of the S tokens of one packed row: which tokens each attends to, and from which state it starts in
+    recurrent layers."""
 
     @property
     def states(self) -> States: ...

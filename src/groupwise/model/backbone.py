@@ -234,7 +234,8 @@ def norm(module: Any, x: Tensor) -> Tensor:
 
 
 class RmsNorm(NamedTuple):
-    """What `norm` needs of the family's module: for compiled code, which takes tensors."""
+    """The parameters of an RMS norm that `norm` reads of the family's module: for compiled code, which takes
+    tensors."""
 
     weight: Tensor
     variance_epsilon: float

@@ -147,8 +147,8 @@ def place_images(
 
 @dataclass(frozen=True)
 class Bridge:
-    """What a conversation adds after what the assistant said: its end-of-turn token (none where the template has none),
-    which the policy may have sampled itself, and all up to where it speaks again."""
+    """The tokens that a conversation adds after the assistant's message: its end-of-turn token (none where the template
+    has none), which the policy may have sampled itself, and all up to where the assistant speaks again."""
 
     closing: tuple[int, ...]
     following: tuple[int, ...]

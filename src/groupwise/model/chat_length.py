@@ -1,7 +1,7 @@
-"""Whether a conversation is too long, said before it is rendered or tokenised whole.
+"""Refuses conversations that are too long, before they are rendered or tokenised whole.
 
-By its characters alone where that suffices: no token stands for more of them than the longest one does. What would take
-too long is refused like what is too long.
+The number of characters is enough to refuse most of them: no token stands for more characters than the longest token
+has. A text that would take too long to tokenise is refused as one that is too long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a model can be trained with FlexAttention where it is: found out by trying it, before the first step.
+"""Tries whether a model can be trained with FlexAttention on its device, before the first step.
 
 What the kernels support (head sizes, types, GPUs, versions of Triton) changes with each torch, so nothing of it is
 written down here. On the model's first use

@@ -22,8 +22,8 @@ from groupwise.model.prefix_tree import PrefixTree
 
 @dataclass(frozen=True)
 class Layouts:
-    """What makes the layout of groups, called as `SharedPrompts` is, and that of prefix trees, called as `PrefixTree`
-    is; `of_tree` None: all are laid out as groups."""
+    """The makers of layouts: of groups, called as `SharedPrompts` is, and of prefix trees, called as `PrefixTree` is;
+    `of_tree` None: all are laid out as groups."""
 
     of_groups: Callable[..., Layout]
     of_tree: Callable[..., Layout] | None

@@ -163,7 +163,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 class ModelSettings(Protocol):
-    """What of a run's or a server's configuration says how its model is loaded."""
+    """The settings in a run's or a server's configuration by which its model is loaded."""
 
     @property
     def model(self) -> str: ...
@@ -382,7 +382,7 @@ def hash_of(shapes: Mapping[str, Sequence[int]], probed: Callable[[str], bytes])
 
 @dataclass(frozen=True)
 class AdaptableModules:
-    """Which modules of a model an adapter can change: names only, so that it can be asked where the model is not.
+    """The modules of a model that an adapter can change: names only, so that they can be looked up without the model.
 
     `refused` has the modules of the text decoder in the model's order, and after fused experts their parameters, and
     why each takes no adapter, or None. `experts` are modules of experts, and what adapters of them change: their fused

@@ -47,7 +47,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """One rollout batch."""
+    """The size of one rollout batch: its prompts, completions, tokens and forward passes."""
 
     prompts: int
     completions: int
@@ -92,7 +92,7 @@ def step_size(
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes, by part."""
+    """The memory that a run needs, in bytes by part."""
 
     process: int
     weights: int
@@ -112,7 +112,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What of a run the configuration does not say: its model, how many parameters are trained, its longest prompt.
+    """The facts about a run that memory depends on and the configuration does not have: its model, how many parameters
+    are trained, its longest prompt.
 
     `keeps_reference`: full-parameter training with a term that reads the reference holds a frozen copy.
     `colocated`: bytes that a vLLM in this process takes. `flex`: FlexAttention is used. `packed`: whether the model

@@ -164,7 +164,8 @@ def router_forward(
 
 
 class _Routing(TorchFunctionMode):
-    """Within a router's forward: adds to the product with its weight, and replaces what is chosen by `topk`."""
+    """Intercepts a router's forward: adds the adapter's term to the product with the router's weight, and replaces the
+    experts that `topk` chose."""
 
     def __init__(self, router: Any, delta: RouterDelta | None, chosen_SK: Tensor | None):
         super().__init__()
@@ -187,7 +188,7 @@ class _Routing(TorchFunctionMode):
 
 
 class RouterOutput(NamedTuple):
-    """What one router computed in a forward: logits [S, E], and the experts that it chose [S, K]."""
+    """The output of one router in a forward: logits [S, E], and the experts that it chose [S, K]."""
 
     logits_SE: Tensor
     chosen_SK: Tensor

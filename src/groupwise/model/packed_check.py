@@ -380,7 +380,8 @@ def head_gap(model: PreTrainedModel) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """How a model is sampled and trained here: in packed rows, or why not, and then whether by its own cache.
+    """The ways in which a model is sampled and trained here: in packed rows, or else why not, and whether with its own
+    cache.
 
     `adapted` are the names of the linear layers that `all-linear` adapts.
     """

@@ -70,8 +70,8 @@ class Padded:
 
 
 class KeptRanges:
-    """What the N loss tokens of a micro-batch could be: a `SamplingMask`'s words with their ranges, on the host, so
-    that what is read of them goes to the device in copies of known sizes.
+    """The parts of the vocabulary that the N loss tokens of a micro-batch could be drawn from: a `SamplingMask`'s words
+    with their ranges, on the host, so that what is read of them goes to the device in copies of known sizes.
 
     Raises:
         TrainingError: they are of another vocabulary than `vocabulary`, that of the model's LM head, when it is read.
@@ -108,7 +108,7 @@ class KeptRanges:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward pass works on. `rows` are indices into the list of samples it was cut from."""
+    """The input of one forward and backward pass. `rows` are indices into the list of samples it was cut from."""
 
     samples: tuple[Sample, ...]
     rows: tuple[int, ...]

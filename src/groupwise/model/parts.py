@@ -86,8 +86,8 @@ class Files:
 
 @dataclass(frozen=True)
 class Origin:
-    """What becomes of some tensors of the files: one is a parameter as it is, or `converter` (transformers') makes
-    `targets` of all of them. `sources` are (the converter's pattern, name in the files)."""
+    """The conversion of tensors of the files to parameters: one is a parameter as it is, or `converter` (transformers')
+    makes `targets` of all of them. `sources` are (the converter's pattern, name in the files)."""
 
     first: str
     sources: tuple[tuple[str, str], ...]

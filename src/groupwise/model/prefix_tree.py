@@ -46,7 +46,8 @@ NEVER = 1 << 30  # the position of a padding key: after every query
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Some tiles of like sizes. The M = sum of their lengths queries fill the B x N grid, line by line."""
+    """Tiles of similar sizes, computed together. The M = sum of their lengths queries fill the B x N grid, line by
+    line."""
 
     queries_M: Tensor  # where they stand in the packed row
     slots_M: Tensor | None  # ... and in the grid; None: they fill it

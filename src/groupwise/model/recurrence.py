@@ -44,7 +44,7 @@ Rule = Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 
 
 class States(Protocol):
-    """What runs a packed row's convolutions and recurrences."""
+    """Runs a packed row's convolutions and recurrences."""
 
     def convolve(self, layer: int, x_SC: Tensor, weight_CW: Tensor) -> Tensor:
         """Return each channel's causal convolution, sum_j weight[W - 1 - j] x[t - j], 0 before the first token -> [S,

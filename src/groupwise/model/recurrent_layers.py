@@ -15,7 +15,7 @@ from groupwise.model.recurrence import NO_STEP, States
 
 
 class LayerStates(NamedTuple):
-    """What a recurrent layer gets as its `layout`."""
+    """The `layout` of one recurrent layer: the states of the packed row, and the layer's number."""
 
     states: States
     layer: int

@@ -1,4 +1,4 @@
-"""From the host to the device, without waiting for it, and back, waiting once.
+"""Copies tensors from the host to the device without waiting for it, and back, waiting once.
 
 A copy from ordinary memory to a GPU ends when the GPU has done all that it was asked for before: the host waits, and
 starts nothing meanwhile. From pinned memory, which the GPU reads by itself, the copy is one more thing that it is asked

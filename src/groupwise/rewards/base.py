@@ -1,4 +1,5 @@
-"""What a reward function is (TRL's and Axolotl's signature), and scoring groups of rollouts with several of them.
+"""The contract of reward functions (TRL's and Axolotl's signature), and the scoring of groups of rollouts with several
+of them.
 
     def exact(completions, answer, **columns) -> list[float | None]:
         return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer)]

@@ -1,5 +1,6 @@
-"""One reward function on one group: what it is given, what it may return, how it fails. `base` says what the contract
-is; this is the only place where reward code is called and its answers are read, in this process and in a pool's.
+"""Calls one reward function on one group: what it is given, what it may return, how it fails. `base` says what the
+contract is; this is the only place where reward code is called and its answers are read, in this process and in a
+pool's.
 
 Every way to fail has a kind, by which failures are counted:
 
@@ -32,7 +33,8 @@ LONGEST_CAUSE = 1000  # characters of an exception's message
 
 
 class RewardSpec(Protocol):
-    """What a reward function is loaded from: a `RewardConfig`, or what a worker process gets of one."""
+    """The specification from which a reward function is loaded: a `RewardConfig`, or a worker process's copy of its
+    fields."""
 
     @property
     def function(self) -> str: ...
@@ -91,7 +93,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """How far the run is, for a reward function with a parameter `trainer_state`; attributes are named as in TRL."""
+    """The run's progress, for a reward function with a parameter `trainer_state`; attributes are named as in TRL."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -111,7 +113,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a completion has no value from a function."""
+    """The reason why a completion has no value from a function."""
 
     cause: str
     kind: FailureKind

@@ -1,4 +1,4 @@
-"""Which reward functions a module has: the public functions that it defines itself and that take `completions`."""
+"""Lists a module's reward functions: the public functions that it defines itself and that take `completions`."""
 
 from __future__ import annotations
 

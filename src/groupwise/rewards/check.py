@@ -33,7 +33,7 @@ PAID = 0.5  # of the way from a wrong answer's reward to a right one's
 
 @dataclass(frozen=True, kw_only=True)
 class CheckFinding:
-    """What was found of a reward or an environment, and the probe (the policy of the episodes) that shows it."""
+    """A finding about a reward or an environment, and the probe (the policy of the episodes) that shows it."""
 
     severity: Severity
     check: str
@@ -62,7 +62,7 @@ def by_severity(findings: Iterable[CheckFinding]) -> tuple[CheckFinding, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCheckReport(CheckResult):
-    """What is to be said of one function.
+    """Results of the check of one reward function.
 
     `hack` is how far the best junk gets from a wrong answer (0) to a right one (1); None where the function does not
     tell these apart. `p95_ms` is the time of a call.

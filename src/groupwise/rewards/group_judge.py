@@ -81,7 +81,8 @@ class _Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparison:
-    """What is asked about one group: its different `texts` under a rubric. `bounds` are None where they are ranked."""
+    """The question to a judge about a group: its different `texts` under a rubric. `bounds` are None where they are
+    ranked."""
 
     url: str
     model: str

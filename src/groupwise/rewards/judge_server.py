@@ -1,4 +1,4 @@
-"""How a judge is asked: one request to OpenAI's chat API, made again where that helps.
+"""Asks a judge: one request to OpenAI's chat API, made again where that helps.
 
     POST <base_url>/chat/completions
 
@@ -37,7 +37,7 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeServer:
-    """Where and how a judge is asked."""
+    """The server of a judge, and the limits within which it is asked."""
 
     url: str
     headers: Mapping[str, str]
@@ -56,7 +56,7 @@ class JudgeServer:
 
 @dataclass(kw_only=True)
 class JudgeUsage:
-    """What the exchanges cost, as far as the server says it."""
+    """Tokens that the exchanges with a judge cost, as far as its server reports them."""
 
     tokens_in: int = 0
     tokens_out: int = 0

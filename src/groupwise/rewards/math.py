@@ -290,7 +290,7 @@ def _math_verify() -> Any:
 
 
 class _TooLate(BaseException):
-    """Not an Exception: sympy and math-verify catch those."""
+    """Raised when the time is up; a BaseException, since sympy and math-verify catch every Exception."""
 
 
 @contextmanager

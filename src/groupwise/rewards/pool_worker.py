@@ -40,8 +40,8 @@ from groupwise.rewards.workers import LONGEST_MESSAGE
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """A function to be loaded: what a `RewardConfig` says. The class itself would have the worker import all that
-    checks a configuration, which takes longer than the rest of its start."""
+    """A reward function to load: the fields of a `RewardConfig` that a worker needs. `RewardConfig` itself would have
+    the worker import all that checks a configuration, which takes longer than the rest of its start."""
 
     function: str
     weight: float

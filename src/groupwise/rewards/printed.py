@@ -68,7 +68,7 @@ class _Heard:
 
 
 class _Share:
-    """How many lines of one name may be shown now."""
+    """Limits how many lines of one name are shown."""
 
     def __init__(self) -> None:
         self.lines, self.since, self.told = float(AT_ONCE), time.monotonic(), False

@@ -1,4 +1,5 @@
-"""What `groupwise rewards lint` asks a reward: right and wrong answers in every usual form, and what policies find.
+"""Makes the probes with which `groupwise rewards lint` tests a reward: right and wrong answers in every usual form, and
+junk that policies find.
 
 A `ProbePrompt` is a row of a dataset: a prompt, and the answer that is expected. The same forms hold the right and
 the wrong answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody

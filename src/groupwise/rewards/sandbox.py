@@ -71,8 +71,8 @@ class SandboxError(GroupwiseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use. Seconds; MiB; counts. CPU, memory and open files are those of each process; in a control
-    group memory and disk are besides, together, those of the box."""
+    """Limits of a program: seconds, MiB, counts. CPU, memory and open files are limited for each process; in a control
+    group memory and disk together are limited for the box, too."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
@@ -92,7 +92,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    """What a program did.
+    """Result of running a program.
 
     `status`: "ok" (exit code 0), "error" (another), "timeout" (wall clock or CPU), "memory" (it ended with a
     MemoryError, or with its box, which had used all that it may), "output" (it printed too much), "killed" (by a
@@ -113,7 +113,7 @@ class ProgramResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """What a box is separated by on this machine."""
+    """The means by which a box is isolated on this machine."""
 
     namespaces: bool
     """No network, files read-only and few, other processes out of sight."""

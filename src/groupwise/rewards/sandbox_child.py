@@ -91,7 +91,7 @@ def say(message: dict[str, Any]) -> None:
 
 
 class Capture:
-    """What the program prints on one descriptor: its first or its last `limit` bytes."""
+    """Captures the program's output on one descriptor: its first or its last `limit` bytes."""
 
     def __init__(self, *, limit: int, last: bool):
         self.reading, self.writing = os.pipe()

@@ -53,8 +53,8 @@ class Tried:
 
 @dataclass(kw_only=True)
 class ComparisonTrial:
-    """What a reward that compares gave to the same completions in all places and with additions; each list has an entry
-    for each place, or each pair of completions."""
+    """Rewards that a comparing function gave to the same completions in all places and with additions; each list has an
+    entry for each place, or each pair of completions."""
 
     by_place: list[list[float]] = field(default_factory=lambda: [[] for _ in range(4)])  # in one vote, not shuffled
     padded: list[tuple[float, float]] = field(default_factory=list)  # (as it is, with PADDING)
@@ -131,7 +131,7 @@ async def try_out(
 
 
 class _Caller:
-    """Fills a Trial."""
+    """Calls a reward with probes and collects a `RewardTrial`."""
 
     def __init__(self, function: RewardFunction, rows: Sequence[ProbePrompt], pool: RewardPool | None):
         needed, known = function.missing(()), {name for row in rows for name in (*row.gold_columns, *row.columns)}

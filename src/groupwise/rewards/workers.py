@@ -40,9 +40,9 @@ SHOWN = 300  # characters of it in a cause
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Why the worker of a call was lost: it ended (`cause`), or it was killed since calls were late, this one perhaps
-    among them. `alone`: no other call was in flight, so that it is this one's doing. `printed` is what the worker said
-    last, as the end of a sentence."""
+    """The reason why the worker of a call was lost: it ended (`cause`), or it was killed because calls were late
+    (`late`: this one was, too). `alone`: no other call was in flight, so that this one is to blame. `printed` is the
+    last output of the worker, as the end of a sentence."""
 
     cause: str
     printed: str

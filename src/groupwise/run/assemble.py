@@ -106,8 +106,8 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteBackends:
-    """What of a run is not in its own process: who opens its engine, or starts the servers of its vLLM; its reward
-    workers; and, unless they are in it, its environments."""
+    """The parts of a run that live in other processes: its engine, or the starters of its vLLM servers; its reward
+    workers; and, where `envs` is given, its environments."""
 
     engine: Callable[[RunConfig, LoadedModel], Sampler] | None
     rewards: Callable[[RunConfig, Sequence[RewardSpec]], RewardWorkers]

@@ -1,4 +1,4 @@
-"""Which groups a step trains on, and how far sampling may run ahead of training.
+"""Decides which groups a step trains on, and how far sampling may run ahead of training.
 
 A step takes P groups. `done` steps have been given theirs, and the sampler has the policy of step `synced`. A group
 that is begun now may be trained in the steps done + 1 to synced + staleness + 1; later it would be more than
@@ -53,7 +53,7 @@ IN_VAIN_GROUPS, IN_VAIN_S = 4, 30.0  # after which a run whose every completion 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How many groups, and when. The rule is at the head of this file."""
+    """The number of groups to sample, and when. The rule is at the head of this file."""
 
     prompts_per_step: int
     steps: int
@@ -361,7 +361,7 @@ class Batches:
 
 @dataclass(kw_only=True)
 class _Taken:
-    """What a step has so far."""
+    """The groups that a step has taken so far, with their ages."""
 
     kept: list[RolloutGroup] = field(default_factory=list)
     sampled: list[RolloutGroup] = field(default_factory=list)
@@ -390,7 +390,8 @@ class _Taken:
 
 
 class _FailureGuard:
-    """Whether anything can be scored at all; `lost` is an error that no other group can make good."""
+    """Ends a run in which nothing can be scored. `lost` is an error that ends the run at once: no other group can make
+    up for it."""
 
     def __init__(self, prompts_per_step: int):
         self._most = max(IN_VAIN_GROUPS, prompts_per_step)

@@ -79,7 +79,7 @@ TRUNCATED = 0.3  # share of cut completions from which there is a warning
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What was found. `groups` are the scored trial completions; lengths are in tokens."""
+    """Results of `groupwise check`. `groups` are the scored trial completions; lengths are in tokens."""
 
     plan: RunPlan
     parameters: int
@@ -103,7 +103,7 @@ class CheckReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """What docs/models.md says of a family, of the model at hand: found on a small random one of its configuration.
+    """The row of docs/models.md for a run's model, found on a small random model of the same configuration.
 
     `tool_calls` is the format that the chat template shows, None if none that is read here; `thinks` is what begins a
     thought, None where nothing does.

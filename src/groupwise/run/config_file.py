@@ -1,4 +1,4 @@
-"""In which system's words is a configuration written? Read it in any of them as one run of ours.
+"""Reads a configuration in the words of any system as a run of ours, and tells by its keys whose words they are.
 
     data:, rewards:                                Groupwise
     rl:, base_model:, trl:                         Axolotl

@@ -1,4 +1,4 @@
-"""What rank 0 spends on the tokens of a step, besides sampling and training: processor seconds by part.
+"""Estimates rank 0's processor seconds by part, for the tokens of a step, besides sampling and training.
 
 Microseconds a completion token, as `benchmarks/controller.py` measured them on a core that it shared with other work:
 completions of about 800 tokens, groups of 16, a reward that costs next to nothing. All of it is Python in one process,

@@ -1,4 +1,4 @@
-"""What a person sees while a run works: a live display on a terminal, else one line a step.
+"""Shows a run's progress to a person: a live display on a terminal, else one line a step.
 
 Progress goes to stderr, so that stdout stays free for data. Whatever a model wrote is shown as text: rich's markup in
 it is not interpreted and control characters are made visible, so that a completion cannot repaint the terminal.

@@ -24,7 +24,7 @@ from groupwise.types import PolicyVersion, Prompt
 
 @dataclass(frozen=True)
 class Assessed:
-    """What was evaluated, in words, and its evaluations by mode."""
+    """The evaluations of a policy by mode; `policy` says in words which one it is."""
 
     policy: str
     evaluations: Mapping[str, Evaluation]

@@ -1,4 +1,4 @@
-"""How good is a policy on held-out prompts? The same sampling, rewards and words as in training; nothing is trained.
+"""Evaluates a policy on held-out prompts, with the sampling, rewards and words of training; nothing is trained.
 
 With k completions for each prompt in mode `sampled`, of which c succeed (reward >= `success`) and n <= k were scored,
 
@@ -11,8 +11,8 @@ Each is a mean over prompts, and its standard error is std / sqrt(P) of the P pr
 prompt are not independent. Completions that failed are counted and left out; only if all of a mode failed, RewardError
 is raised. `paired` tests two policies on the same prompts.
 
-With `eval.rewards` all of this is by those, and what the run is trained by is told of the same completions beside it:
-where that rises and the other falls, the reward is gamed.
+With `eval.rewards` all of this is computed with those rewards, and the training reward of the same completions is
+reported next to it: where the training reward rises and the other falls, the policy games the reward.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ def _shown(mean: float, rewards: Iterable[float]) -> str:
 
 
 class BestVersion:
-    """Which version had the highest value of a metric so far (of equal ones the earlier), and when to stop looking.
+    """Remembers the version with the highest value of a metric so far (of equal ones the earlier), and says when to
+    stop.
 
     `stop` is True once `patience` evaluations in a row brought no new best; 0 never stops.
     """

@@ -78,7 +78,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What changed at a step: a finding began, became an error ("worse") or ended; a note explains something once."""
+    """A change of a run's health at a step: a finding began, became an error ("worse") or ended; a note explains
+    something once."""
 
     kind: Kind
     step: int

@@ -19,7 +19,8 @@ from groupwise.run.health_rule import RUN_KEYS, Remedy, Times
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to do, and the overrides that do it, such as `rollout.group_size=16`; none where only words can say it."""
+    """Advice on a problem, in words, and the overrides that carry it out, such as `rollout.group_size=16`; none where
+    only words can say it."""
 
     text: str
     overrides: tuple[str, ...] = ()

@@ -20,8 +20,8 @@ _OF_RUNS = ("reward.stuck_zero", "reward.falling", "reward.hack_suspect", "len.m
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """`findings` in the order in which they began; `ended` is None for those that stand. `last_step` is the last one
-    that was recorded, None where nothing was."""
+    """The report of a run's health: `findings` in the order in which they began; `ended` is None for those that stand.
+    `last_step` is the last one that was recorded, None where nothing was."""
 
     last_step: int | None
     findings: tuple[Finding, ...]

@@ -1,4 +1,4 @@
-"""What a rule is: a condition on a run's metrics, why it comes about, and what to do.
+"""Rules of a run's health: each is a condition on its metrics, with the cause and the remedies.
 
 A rule holds at a step when, over the last `window` values of its metric,
 
@@ -58,7 +58,7 @@ ENDS = 5  # values at either end of a window whose means are compared
 
 @dataclass(frozen=True)
 class KeyNames:
-    """What texts call the keys of a run's configuration: the keys themselves, or what `name_of` says.
+    """Names the keys of a run's configuration in texts: by the keys themselves, or as `name_of` says.
 
     >>> "towards {key[rollout.max_tokens]}".format(key=KeyNames())
     'towards rollout.max_tokens'
@@ -75,8 +75,9 @@ RUN_KEYS = KeyNames()
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """`of` the last `window` values of `metric`, `op` the threshold. It needs `least` values (None: a full window).
-    `errors` is the metric that has their standard errors: a drop that they explain is none."""
+    """A condition on a metric: `of` the last `window` values of `metric`, `op` the threshold. It needs `least`
+    values (None: a full window). `errors` is the metric with their standard errors: a drop that these explain does
+    not count."""
 
     metric: str
     of: Aggregate = "mean"
@@ -107,7 +108,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """What to do, in words, and as overrides of the run's configuration where that can be said: key -> change.
+    """A remedy in words, and as overrides of the run's configuration where that can be said: key -> change.
 
     A change is the new value, or a `Times`. `{name}` in a value is what the rule's `*` matched. It is only proposed
     where the configuration has the values in `only_if`.

@@ -1,4 +1,4 @@
-"""What a command is given to read, a file or flags, and where what `groupwise import` makes of it goes."""
+"""Reads what a command is given, a file or flags, and writes the configuration that `groupwise import` makes of it."""
 
 from __future__ import annotations
 

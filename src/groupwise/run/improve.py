@@ -87,7 +87,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is asked for; what is None is as the folder's first call had it.
+    """The request of `groupwise improve`; an option that is None is as in the first call for this folder.
 
     Args:
         to: the folder that everything is in.

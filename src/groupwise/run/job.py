@@ -68,9 +68,9 @@ class JobCancelled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What the jobs of one worker share. `home` has the moments of who is trained for: the state directory, or a
-    tenant's. `passes` is where jobs that are trained beside each other meet, `turns` has them make their steps by
-    turns, and `threads` are torch's, as of a job by itself (None: as many as torch has here)."""
+    """The resources that all jobs of one worker share. `home` has the moments of the one for whom is trained: the state
+    directory, or a tenant's. `passes` is where jobs that train at the same time join their passes, `turns` has them
+    make their steps in turn, and `threads` are torch's, as of a job by itself (None: as many as torch has here)."""
 
     base: LoadedModel
     ledger: Ledger

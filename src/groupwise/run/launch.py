@@ -23,7 +23,7 @@ NODE = '"$SLURM_NODEID"'
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What starts a run: for each machine its command, or one script for sbatch."""
+    """The commands that start a run: one for each machine, or one script for sbatch."""
 
     commands: tuple[tuple[str, ...], ...] = ()
     script: str | None = None

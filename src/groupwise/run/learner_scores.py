@@ -1,7 +1,7 @@
-"""What the learner thinks of a completion, where there is no engine over the base weights that could say it.
+"""Scores completions with the learner, where no engine over the base weights can.
 
-With cut weights (`train.parallel: fsdp`) only the ranks together have the model, so that the version which vLLM is to
-sample from is compared with the learner's own forward, under that version's adapter. It samples nothing.
+With cut weights (`train.parallel: fsdp`) only all ranks together have the model. So the version that vLLM is to sample
+from is compared with the learner's own forward, under that version's adapter. The learner samples nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be known of a run without its model: the reward functions, the prompts, the environment, the loss.
+"""Plans a run without its model: loads the reward functions, the prompts and the environment, and resolves the loss.
 
 A plan is made before torch is imported and before a model is loaded or downloaded, so that a mistake in the
 configuration, the data or the rewards is told within a second or two.
@@ -37,7 +37,7 @@ ANSWERS: Mapping[str, Callable[[str], object]] = {"final": final_answer, "number
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What can be known without the model: the functions, the prompts, the loss."""
+    """The parts of a run that need no model: reward functions, prompts, environment, loss."""
 
     config: RunConfig
     rewards: tuple[RewardFunction, ...]

@@ -45,15 +45,15 @@ R = TypeVar("R")
 
 
 class Run(Protocol[R_co]):
-    """`loop.run_loop`, which is above this file and therefore handed over."""
+    """The type of `loop.run_loop`, which is above this file and therefore handed over."""
 
     def __call__(self, config: RunConfig, *, remote: RemoteBackends, stop: StopRequest) -> R_co: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """How many there are of each kind of actor, and what Ray reserves for one. With engine vllm `engines` are its
-    servers."""
+    """The number of actors of each kind, and the resources that Ray reserves for one. With engine vllm `engines` are
+    its servers."""
 
     learners: int
     learner: Bundle
@@ -103,8 +103,8 @@ def _together(worker: Bundle, count: int) -> Bundle:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where each actor goes; workers without a CPU of their own are beside the last engine. `envs` is None where
-    environments are in the learner."""
+    """The place of each actor; workers without a CPU of their own are with the last engine. `envs` is None where
+    environments run in the learner."""
 
     learners: tuple[Place, ...]
     engines: tuple[Place, ...]

@@ -91,8 +91,8 @@ def _said(resources: Bundle) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where an actor goes: bundle `index` of a placement group, of which it takes `share`. `folder` is the working
-    directory of whoever launched the run, which relative paths of its configuration mean."""
+    """The place of an actor: bundle `index` of a placement group, of which it takes `share`. `folder` is the working
+    directory of whoever launched the run; relative paths of its configuration start there."""
 
     group: Any
     index: int

@@ -15,7 +15,7 @@ from groupwise.store.tracking import read_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run. `lines` has a mapping a step; `rollouts` the file of each step."""
+    """The record of one run. `lines` has a mapping a step; `rollouts` the file of each step."""
 
     directory: Path
     label: str

@@ -1,4 +1,4 @@
-"""What comes back: groups that taught much are trained again, prompts on which everything failed are tried again.
+"""Brings prompts back: groups that taught much are trained again, prompts on which everything failed are sampled again.
 
 `ReplayBuffer` keeps the groups with the strongest signal,
 

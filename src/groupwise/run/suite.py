@@ -40,8 +40,9 @@ NAME = "groupwise"  # the provider, as inspect calls whoever speaks OpenAI's API
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is evaluated: the model to serve, its tokenizer (a directory or a name that transformers loads), and the
-    adapter over it, as `store.locate.find_adapter` takes it, with its version's name ("math@12"; "base" without)."""
+    """The policy that a suite evaluates: the model to serve, its tokenizer (a directory or a name that transformers
+    loads), and the adapter over it, as `store.locate.find_adapter` takes it, with its version's name ("math@12"; "base"
+    without)."""
 
     model: str
     tokenizer: str
@@ -63,7 +64,8 @@ class ServedVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRun:
-    """What to run: tasks by the suite's own names, at most `limit` samples of each, and words for its command line.
+    """An order to run a suite: tasks by the suite's own names, at most `limit` samples of each, and `arguments` for its
+    command line.
 
     `chat` is lm-eval's: conversations by the model's chat template, in place of texts. `folder` is where its tasks of
     one's own are (--include_path). `python` has the suite installed, and `output` is where its files go.
@@ -90,7 +92,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """What a suite said of a version. `metrics` are by task and name: "arc_easy/acc", "sums/match/accuracy"."""
+    """The metrics that a suite measured of a version, by task and name: "arc_easy/acc", "sums/match/accuracy"."""
 
     suite: str
     release: str

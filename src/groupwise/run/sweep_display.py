@@ -1,4 +1,5 @@
-"""What a person sees while several runs work: a table with a row for each on a terminal, else lines with their names.
+"""Shows the progress of several runs to a person: a table with a row for each on a terminal, else lines with their
+names.
 
 `SweepDisplay.of` is a `Display` for each run; the rest of the system knows only that. What is said of one run is said
 behind its label, above the table.
@@ -129,7 +130,7 @@ class SweepTable(SweepDisplay):
 
 
 class _Shown:
-    """Is the display of one run, and says things through that of all."""
+    """The display of one run, which shows it in that of all runs."""
 
     def __init__(self, label: str, total_steps: int, every: SweepDisplay):
         self.label, self.progress, self._every = label, Progress(total_steps), every

@@ -60,7 +60,7 @@ Ids = tuple[int, ...]
 
 
 class TeacherBackend(Protocol):
-    """What computes a teacher's log-probabilities."""
+    """Computes a teacher's log-probabilities."""
 
     @property
     def context_length(self) -> int | None:

@@ -1,4 +1,5 @@
-"""One step's groups -> one update of the policy: advantages, the KL's weight, the learning rate, the optimizer steps.
+"""Makes one update of the policy from one step's groups: advantages, the KL's weight, the learning rate, optimizer
+steps.
 
     rewards -> advantages (- beta (K - mean K), with the KL in the reward) -> samples (+ a teacher's log-probabilities)
     -> policy loss -> AdamW
@@ -245,7 +246,7 @@ class StepUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Some of a step's groups, with advantages."""
+    """Part of a step's groups, with advantages, and the samples that are trained of them."""
 
     groups: list[RolloutGroup]
     samples: list[Sample]

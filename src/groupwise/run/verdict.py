@@ -37,8 +37,8 @@ Limit = tuple[str, float | None]  # a key of the configuration, and its value; N
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one version did on the held-out prompts: the mean reward of each prompt (nan where none could be scored),
-    and the mean length of its completions (of an episode all that the policy said) in tokens."""
+    """Measurements of one version on the held-out prompts: the mean reward of each prompt (nan where none could be
+    scored), and the mean length of its completions (of an episode all that the policy said) in tokens."""
 
     rewards: Sequence[float]
     length: float
@@ -71,7 +71,7 @@ def measured(evaluation: Evaluation) -> Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a version passes, why, and what was measured."""
+    """The decision whether a version passes, with the reason and the numbers that were measured."""
 
     passed: bool
     reason: str
@@ -123,7 +123,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
-    """How two versions compare on the prompts that were scored for both: the mean rewards, the mean of the paired
+    """The comparison of two versions on the prompts that were scored for both: the mean rewards, the mean of the paired
     differences, its lower confidence bound, and how many prompts with such differences would let the new one pass; None
     if no number would."""
 

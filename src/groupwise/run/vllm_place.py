@@ -25,7 +25,8 @@ from groupwise.run.gpu_fit import Cards, fit
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """`vllm` with the share of a GPU that its servers take, and the servers' places; None: it starts none."""
+    """The section `vllm` with the share of a GPU that its servers take, and the servers' places; None: the run starts
+    none."""
 
     vllm: VllmConfig
     seats: Seats | None

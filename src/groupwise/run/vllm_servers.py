@@ -1,4 +1,4 @@
-"""Who starts the vLLM servers of a run: this process, the first process of each other machine, or Ray.
+"""Starts the vLLM servers of a run: from this process, from the first process of each other machine, or with Ray.
 
     rank 0 ── Fleet ──┬── here          ServerProcess, below this process
                       ├── machine 1     RemoteServer ── the store ── MachineServers, a thread of the first rank there

@@ -1,4 +1,4 @@
-"""Which log-probability is of which token: the one place that knows.
+"""Aligns log-probabilities to tokens, whichever convention they come in; nothing else of the SDK knows the conventions.
 
     tokens             t_0   t_1  ...  t_{P-1}  t_P  ...  t_{N-1}      N of them, the first P are the prompt
     trainer                  l_1  ...  l_{P-1}  l_P  ...  l_{N-1}      N - 1: entry j is of token j + 1

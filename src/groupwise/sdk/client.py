@@ -91,7 +91,7 @@ Conversation = str | Sequence[Message]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How completions are drawn; what is left out has the server's default."""
+    """Options of how completions are drawn; what is left out has the server's default."""
 
     model: str
     adapter: str  # "base", "name" or "name@3"; default: the active version
@@ -112,7 +112,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class ChatOptions(SamplingOptions, total=False):
-    """What a chat has besides."""
+    """Options of a chat besides those of sampling."""
 
     n: int
     tool_choice: str | Mapping[str, Any]  # auto, none, required, or the tool that is to be called
@@ -121,7 +121,7 @@ class ChatOptions(SamplingOptions, total=False):
 
 
 class _Calls(Flows):
-    """What `Client` and `AsyncClient` do."""
+    """The methods that `Client` and `AsyncClient` share."""
 
     @ClientMethod
     def health(self, *, timeout: float = ASK_S) -> Flow[Health]:
@@ -460,7 +460,7 @@ class AsyncClient(Awaits, _Calls):
 # ---- what is sent, and what came ----
 @dataclass
 class _EventCursor:
-    """How far a job's events were heard, and when the server was last."""
+    """The last event of a job that was heard, and when the server was last heard."""
 
     seq: int
     heard_at: float

@@ -28,7 +28,7 @@ from groupwise.sdk.types import (
 
 
 class AdapterCalls(Flows):
-    """`client.adapters`. A `name` may be "name@3" where one version is meant."""
+    """The methods of `client.adapters`. A `name` may be "name@3" where one version is meant."""
 
     @ClientMethod
     def list(self, *, timeout: float = ASK_S) -> Flow[AdapterList]:

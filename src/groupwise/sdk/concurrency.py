@@ -1,4 +1,4 @@
-"""How many requests are under way at once: a window that grows while the engine keeps up and halves when it does not.
+"""Limits how many requests are under way: the window grows while the engine keeps up and halves when it does not.
 
 Additive increase, multiplicative decrease (AIMD; Chiu and Jain 1989). Measured is the backlog: completions that wait
 for a row of the engine, for each one that has a row. After every `every` completions, with an exponential mean of it,

@@ -1,4 +1,4 @@
-"""Who carries the client's flows out: one driver blocks, one awaits. Nothing else of the client knows the difference.
+"""Carries out the client's flows: one driver blocks, one awaits. Nothing else of the client knows the difference.
 
 `ClientMethod` and `Stream` make a method of a flow: on a blocking client it returns what the flow results in, or an
 iterator of what it emits; on an asyncio client an awaitable of the one, or an asynchronous iterator of the other.

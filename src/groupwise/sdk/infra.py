@@ -76,7 +76,8 @@ class InfraError(GroupwiseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Infra:
-    """What a loop runs on. `boot_metrics` are seconds. Use it in a `with`, or close it."""
+    """The clients and servers that a training loop uses. `boot_metrics` are seconds. Use it in a `with`, or close
+    it."""
 
     policy: TrainingClient
     reference: ReferenceClient | None
@@ -174,7 +175,7 @@ def setup_infra(config: LoopConfig | LikeLoopConfig, *, needs_reference: bool, n
 
 
 class _Opening:
-    """One call of `setup_infra`."""
+    """The state of one call of `setup_infra`."""
 
     def __init__(self, config: LoopConfig, *, needs_reference: bool, needs_inference: bool):
         self.config, self.needs_reference, self.needs_inference = config, needs_reference, needs_inference

@@ -1,4 +1,4 @@
-"""What runs in this process, by name: who asks for a name that runs gets what runs under it."""
+"""Keeps a registry of running objects by name: whoever asks for a name that is open gets the object that is open."""
 
 from __future__ import annotations
 

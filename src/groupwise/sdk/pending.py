@@ -1,4 +1,4 @@
-"""What a verb returns: an answer that is on its way. `.result()` waits for it, `await` does too."""
+"""The future that a verb returns: `.result()` waits for its answer, `await` does too."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class InfraConfig:
 
 
 class WeightSyncScope(StrEnum):
-    """Whose the engine is: `per_trainer`, opened and closed with the loop, or `per_deployment`, which outlives it."""
+    """Owner of the engine: `per_trainer`, opened and closed with the loop, or `per_deployment`, which outlives it."""
 
     PER_TRAINER = "per_trainer"  # the run's: opened and closed with it
     PER_DEPLOYMENT = "per_deployment"  # long-lived: successive trainers push into it, and none restarts it

@@ -1,4 +1,4 @@
-"""What a server answers: one schema, which the server writes (and documents in /openapi.json) and the client reads.
+"""Schemas of the server's answers: the server writes them (and documents them in /openapi.json), the client reads them.
 
 Attributes have the names of the JSON's fields. What a newer server says in addition is left out; a field that is
 missing, or of the wrong kind, is an error that names it.
@@ -33,8 +33,8 @@ FINISHED = ("completed", "failed", "cancelled")
 
 
 class Answer(BaseModel):
-    """What a server sends. The server makes it strictly by its fields; a client that reads it leaves out what a newer
-    server says in addition. Fields made with `absent()` are left out of the JSON where they are None."""
+    """Base of a server's answers. The server makes one strictly by its fields; a client that reads it leaves out what a
+    newer server says in addition. Fields made with `absent()` are left out of the JSON where they are None."""
 
     model_config = ConfigDict(
         frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=(), extra="ignore"
@@ -83,7 +83,7 @@ def as_json(value: Any) -> Any:
 
 
 class CachedTokens(Answer):
-    """Of the prompt's tokens, those that were known from other requests and not computed again."""
+    """The tokens of the prompt that were known from other requests and not computed again."""
 
     cached_tokens: int = 0
 
@@ -165,7 +165,7 @@ class SampledGroup(Answer):
 
 
 class FeedbackAnswer(Answer):
-    """What somebody said of a rollout, as it is kept."""
+    """Feedback on a rollout, as it is kept."""
 
     id: str
     rollout_id: str
@@ -216,7 +216,7 @@ class KeptAnswers(Answer):
 
 
 class LearnTransition(Answer):
-    """Something that automatic training, a gate, a shadow or a canary did."""
+    """An event of automatic training, a gate, a shadow or a canary."""
 
     seq: int
     at: str
@@ -227,7 +227,7 @@ class LearnTransition(Answer):
 
 
 class RaterAnswer(Answer):
-    """What is known of somebody who rates."""
+    """The record of a rater: how often its ratings agree with known rewards, and whether they count."""
 
     user: str | None
     """The `user` of the ratings; null is those that name none."""
@@ -242,7 +242,7 @@ class RaterAnswer(Answer):
 
 
 class LearnHistory(Answer):
-    """What automatic training, gates and canaries did, in pages."""
+    """Past events of automatic training, gates and canaries, in pages."""
 
     transitions: list[LearnTransition]
     """Newest first."""
@@ -251,7 +251,7 @@ class LearnHistory(Answer):
 
 
 class LearnAnswer(Answer):
-    """What automatic training does, or why it does nothing."""
+    """The state of automatic training: what it does, or why it does nothing."""
 
     enabled: bool
     """Whether `learn` is in the server's configuration."""
@@ -327,7 +327,7 @@ class AnsweredCall(Answer):
 
 
 class AnsweredMessage(Answer):
-    """What the assistant said; its thoughts apart where there are any."""
+    """The assistant's message, with its thoughts apart where there are any."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -363,7 +363,7 @@ class ChatCompletion(Answer):
 
 
 class ChatDelta(Answer):
-    """What a chunk adds."""
+    """The part of a reply that a chunk adds."""
 
     role: Literal["assistant"] | None = absent()
     content: str | None = absent()
@@ -393,7 +393,7 @@ class ChatCompletionChunk(Answer):
 
 
 class ChatPiece(Answer):
-    """What a piece of a streamed reply adds. The last one of a choice has its `finish_reason`."""
+    """A piece of a streamed reply. The last one of a choice has its `finish_reason`."""
 
     index: int = 0
     text: str = ""
@@ -405,7 +405,7 @@ class ChatPiece(Answer):
 
 
 class ModelCard(Answer):
-    """Something that `model` may say: the base model, an adapter, or one of its versions."""
+    """A name that `model` may have: the base model, an adapter, or one of its versions."""
 
     id: str
     object: Literal["model"] = "model"
@@ -429,7 +429,7 @@ class ModelList(Answer):
 
 
 class Waits(Answer):
-    """Why a job waits."""
+    """The reason why a job waits."""
 
     reason: Literal["adapter", "alone", "turn", "room", "worker"]
     """A job before it has to do with its adapter; it, or what is trained, has none beside it; others have had less;
@@ -442,7 +442,7 @@ class Waits(Answer):
 
 
 class Deadline(Answer):
-    """Whether a job ends by its `deadline`."""
+    """The deadline of a job, and whether the job is likely to meet it or has met it."""
 
     at: str
     """ISO 8601, UTC."""
@@ -471,7 +471,7 @@ class TrainSubmitted(Answer):
 
 
 class JobError(Answer):
-    """Why a job failed."""
+    """The error with which a job failed."""
 
     code: str
     message: str
@@ -555,7 +555,7 @@ class TrainQueue(Answer):
 
 
 class CancelAnswer(Answer):
-    """`cancelled`, or `cancelling`: the worker stops after its step."""
+    """The answer to a cancellation: `cancelled`, or `cancelling`: the worker stops after its step."""
 
     job_id: str
     status: Literal["cancelled", "cancelling"]
@@ -569,7 +569,7 @@ class JobMetrics(Answer):
 
 
 class JobEvent(Answer):
-    """Something that happened to a job: `kind` is state, metrics or message. `seq` only grows."""
+    """An event of a job: `kind` is state, metrics or message. `seq` only grows."""
 
     seq: int
     kind: str
@@ -583,7 +583,7 @@ class JobEvent(Answer):
 
 
 class Check(Answer):
-    """Something that should be so, and what is the matter where it is not."""
+    """A check of the server's health, and what is wrong where it does not pass."""
 
     name: str
     passed: bool = Field(validation_alias=AliasChoices("pass", "passed"), serialization_alias="pass")

@@ -35,7 +35,7 @@ _STEP = re.compile(r"step-([0-9]{6,})")
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What `resume` returns: the step after which the state was saved, and the loop's own `extra`."""
+    """Result of `resume`: the step after which the state was saved, and the loop's own `extra`."""
 
     step: int
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Resumed:
 
 @dataclass(frozen=True, kw_only=True)
 class Synced:
-    """What `after_step` did: the version that samples now, and the directory of the state, if one was saved."""
+    """Result of `after_step`: the version that samples now, and the directory of the state, if one was saved."""
 
     version: PolicyVersion
     state: Path | None = None

@@ -288,14 +288,15 @@ class MemoryShown(Answer):
 
 
 class TrainingShown(Answer):
-    """What a job trains with that says nothing itself: every field of `config` of /v1/train/grpo and /v1/train/sft."""
+    """The default settings of jobs: every field of `config` of /v1/train/grpo and /v1/train/sft, as in a job that sets
+    none."""
 
     grpo: dict[str, Any]
     sft: dict[str, Any]
 
 
 class ConfigAnswer(Answer):
-    """What this server was told, and what came of it. Secrets are left out."""
+    """The configuration of this server, without secrets, and what came of it: model, device, memory, jobs' defaults."""
 
     model: str
     base_hash: str

@@ -144,7 +144,7 @@ def build_app(server: Server, *, gate: Gate | None = None) -> FastAPI:
 
 
 class _Front:
-    """What uvicorn calls: first the loading page, then the application."""
+    """The ASGI application that uvicorn serves: the loading page at first, then the application in its place."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -173,8 +173,8 @@ def _loading_app(config: ServeConfig, gate: Gate, recorder: Recorder) -> ASGIApp
 # ---- the process ----
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a server begins with: an `adapter`, copied into its store and made active (`always` even if the store had it
-    already and another one was active), and a run whose pages it shows under /run."""
+    """The state that a server begins with: an `adapter`, copied into its store and made active (`always`: even if the
+    store had it already and another one was active), and a run whose pages it shows under /run."""
 
     adapter: Located | None = None
     always: bool = False
@@ -218,7 +218,8 @@ def _say(line: str) -> None:
 
 
 class _ServerProcess:
-    """One server process."""
+    """Runs a server in this process: serves the loading page at first, then the assembled server, until it is
+    stopped."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""From a configuration to the parts of a server: the model, the engine, the policies, the worker's supervisor."""
+"""Assembles the parts of a server from its configuration: the model, the engine, the policies, the worker's
+supervisor."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.types import PolicyVersion
 
 RESERVED = 8  # one row in so many is kept back for interactive requests
-PACED_ROWS = 16  # of batches, on a CPU, while somebody waits in person
+PACED_ROWS = 16  # of batches, on a CPU, while interactive requests run
 
 
 def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Recorder) -> Server:

@@ -1,4 +1,4 @@
-"""Which requests the audit log has, and GET /v1/audit, which shows a sender its own.
+"""Writes the requests that change something to the audit log, and serves it: GET /v1/audit shows a sender its own.
 
 Every request that may change something is logged, refused or not, once its sender is known: all methods but GET, HEAD
 and OPTIONS. What only samples, tokenises or says that a client lives is not (NOT_CHANGES); nor is each step of a model
@@ -81,7 +81,7 @@ def note(audit: AuditLog, scope: Scope, status: int) -> None:
 
 
 class AuditAnswer(Answer):
-    """What was changed, the newest first."""
+    """Changes that requests made or tried to make, the newest first."""
 
     changes: list[Change]
 

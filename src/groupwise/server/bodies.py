@@ -1,4 +1,4 @@
-"""From the bytes of a body to a validated model, or to one clear 400.
+"""Parses the bytes of a body into a validated model, or refuses them with one clear 400.
 
     read_body     what a route calls: content type, bytes, model
     parse_body    bytes -> model, without a request

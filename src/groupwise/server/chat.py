@@ -191,7 +191,7 @@ def said_last(messages: Sequence[ChatMessage]) -> str:
 
 # ---- the reply ----
 class ChoiceStream:
-    """One choice's text in pieces -> what each adds."""
+    """Splits one choice's text, piece by piece, into what each piece adds."""
 
     def __init__(self, body: ChatRequest, prompt: ChatPrompt):
         tools = body.offered

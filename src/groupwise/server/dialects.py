@@ -57,7 +57,8 @@ def read_form(
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """What differs between the dialects' routes. `kind` begins the ids; `ping` is sent in silence."""
+    """Constants of one dialect's routes: `kind` begins the ids of its answers; `ping` is sent while a stream is
+    silent."""
 
     kind: str
     ping: bytes = COMMENT

@@ -1,4 +1,4 @@
-"""What a training request holds -> the token ids that are trained.
+"""Turns the prompts and completions of a training request into the token ids that are trained.
 
     encode_group     the prompt that the completions of a group share, and each completion
     encode_example   a conversation, with a mask of what the assistant says

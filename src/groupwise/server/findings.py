@@ -1,4 +1,4 @@
-"""What metrics say, in words.
+"""Tells what is going wrong in training, from its metrics, in words: the routes of health and of metrics' definitions.
 
 GET /v1/train/health/{job_id}    what a job's metrics say is going wrong, why, and what to do
 GET /v1/metrics/definitions      what each metric means, what is good, and what to do where it is not
@@ -35,7 +35,7 @@ class FindingParts:
 
 
 class JobFinding(Answer):
-    """Something that looks wrong in the metrics of a job or a run."""
+    """A problem that a rule found in the metrics of a job or a run."""
 
     id: str
     """The rule's name, as in docs/metrics.md."""
@@ -51,7 +51,7 @@ class JobFinding(Answer):
 
 
 class Findings(Answer):
-    """What stands, and what stood."""
+    """Problems that a job's or a run's metrics show: those that stand, and those that are over."""
 
     status: Literal["ok", "warn", "error"]
     """The worst of what stands."""

@@ -177,7 +177,8 @@ def _overdue(message: str) -> DeadlineError:
 
 
 class StreamedCompletion:
-    """What was sampled of one completion and has not been sent yet: text that is certain, and the tokens behind it."""
+    """Holds back the part of one sampled completion that has not been sent yet: text that is certain, and the tokens
+    behind it."""
 
     def __init__(self, stream: TextStream):
         self._stream, self._text = stream, ""

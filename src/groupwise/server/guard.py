@@ -95,7 +95,7 @@ access = logging.getLogger("groupwise.access")
 
 @dataclass
 class Gate:
-    """In which phase the server is. `reason` is for people."""
+    """The phase that the server is in. `reason` is for people."""
 
     phase: Literal["loading", "ready", "draining"] = "loading"
     reason: str = "the model is being loaded"
@@ -376,7 +376,7 @@ def _declared(headers: Headers, *, most: int) -> int:
 class _ResponseGuard:
     """ASGI's send: adds the request id, remembers how far the answer is, ends the deadline where it begins.
 
-    A `bodiless` answer is over where its body would begin; who goes on sending one is told that nobody reads it.
+    A `bodiless` answer is over where its body would begin; an application that still sends one gets `ClientDisconnect`.
     """
 
     def __init__(self, send: Send, request_id: str, *, bodiless: bool):

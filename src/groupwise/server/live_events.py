@@ -139,7 +139,7 @@ class _Learner:
 
 
 class _Jobs:
-    """All jobs at first, then those that are not what they were."""
+    """Watches the jobs of a server: reports all of them at first, then those that changed."""
 
     def __init__(self, parts: JobParts):
         self._parts, self._ledger = parts, parts.ledger

@@ -28,7 +28,7 @@ router = APIRouter(tags=["Anthropic"])
 
 
 class InputTokens(Answer):
-    """How many tokens the policy would be shown."""
+    """The number of tokens that the policy would be shown for a request."""
 
     input_tokens: int
 

@@ -37,8 +37,8 @@ class _Request:
 
 
 class Places:
-    """`capacity` requests at once, and `waiting` that wait, for `patience_s` seconds at most. `share` is how many of
-    the places one sender may have, where that is less than all but the eighth."""
+    """Admits `capacity` requests at once, and lets `waiting` more wait, for `patience_s` seconds at most. `share` is
+    how many of the places one sender may have, where that is less than all but the eighth."""
 
     def __init__(self, capacity: int, waiting: int, *, patience_s: float, share: int | None = None):
         self._capacity, self._most_waiting, self._patience_s = capacity, waiting, patience_s

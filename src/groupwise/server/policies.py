@@ -121,9 +121,9 @@ class _Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What two versions answered to one request, (under the version on trial, under the active one): rewards, where
-    both could be scored, and lengths in tokens. `gap`: the sum over the first answer's tokens of log p_new - log p_old,
-    where it was measured."""
+    """The comparison of two versions' answers to one request, as (of the version on trial, of the active one): rewards,
+    where both could be scored, and lengths in tokens. `gap`: the sum over the first answer's tokens of log p_new - log
+    p_old, where it was measured."""
 
     rewards: tuple[float, float] | None
     tokens: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What a tenant may have, by the bounds of its keys (`groupwise keys add`).
+"""Enforces what a tenant may have, by the bounds of its keys (`groupwise keys add`): adapters, bytes on disk, jobs.
 
     quotas.check_adapter("math", find)     another adapter is to be made: 507 `tenant_full` where there are as many
     quotas.check_bytes()                   more is to be kept: 507 where the tenant's directory holds as much; before a

@@ -1,4 +1,4 @@
-"""Which raters count: who rates answers otherwise than they are known to be is not listened to (`raters` in the
+"""Decides which raters count: one whose ratings contradict the known rewards is ignored (`raters` in the
 configuration).
 
     Raters          while `watch` runs: compares what raters say of answers to known prompts with what the rewards say

@@ -302,8 +302,8 @@ def _load(answer: int) -> ReadResult:
 # ---- what the process says ----
 @dataclass(frozen=True, kw_only=True)
 class ReadResult:
-    """What a reading process has to say: its function's result and the images that it looked at, what it raised, or the
-    traceback of a bug."""
+    """The answer of a reading process: its function's result and the images that it looked at, the error that it
+    raised, or the traceback of a bug."""
 
     result: Any = None
     seen: Mapping[int, Seen] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""Who a request is from, and what keys of each role may do (`groupwise keys`, `store.keys`).
+"""Identifies the sender of a request by its key, and says what keys of each role may do (`groupwise keys`,
+`store.keys`).
 
     Keyring.of      a request's headers -> who sent it: the owner, or the holder of a named key; None without a key
     needed          a method and a path -> the role that it asks for
@@ -61,7 +62,7 @@ class OwnersError(GroupwiseError):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request. `key` is None for the owner, whose key is GROUPWISE_API_KEY."""
+    """The sender of a request. `key` is None for the owner, whose key is GROUPWISE_API_KEY."""
 
     role: Role
     key: Key | None = None

@@ -86,7 +86,8 @@ Reward = Annotated[float | None, Query(description="Completions without a reward
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What is searched for; None is everything. `like` is the prompt, as token ids, that all of it answers."""
+    """Filters and order of a search for rollouts; None does not filter. With `like`, a prompt's token ids, only
+    completions of this prompt are found."""
 
     contains: str | None = None
     finish_reason: str | None = None

@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """What is searched for; None is everything."""
+    """Filters of a search for a run's completions; None does not filter."""
 
     step: int | None = None
     contains: str | None = None

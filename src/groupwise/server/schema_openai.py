@@ -87,7 +87,8 @@ class AdapterShare(NullIsAbsent, OwnPart):
 
 
 class PolicyChoice(BodyPart):
-    """Which policy answers. Without `adapter` and `adapters`, `model` decides; without any, the active version."""
+    """The policy that a request asks to be answered by. Without `adapter` and `adapters`, `model` decides; without any,
+    the active version."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """The served model's name (the active version), `base`, or an adapter: `name` or `name@3`."""
@@ -166,7 +167,7 @@ _FORMS = (
 
 
 class Sampling(PolicyChoice):
-    """How completions are drawn."""
+    """Sampling parameters of a request: how completions are drawn."""
 
     n: Annotated[int, Field(ge=1), AtMost("max_n")] | None = None
     """Completions of each prompt; default 1."""
@@ -262,8 +263,8 @@ class Sampling(PolicyChoice):
 
 
 class ShapedSampling(Sampling):
-    """How completions are drawn that are not for training: also from other logits than the policy's. Log-probabilities
-    are the policy's all the same."""
+    """Sampling parameters of completions that are not for training: they may also change the logits. The
+    log-probabilities that are returned are the unchanged policy's all the same."""
 
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     """Subtracted from the logits of what the completion has already; default 0."""
@@ -289,7 +290,7 @@ class ShapedSampling(Sampling):
 
 
 class TemplateOptions(Strict):
-    """What a request tells the chat template besides the messages: what the template reads, by its names."""
+    """Variables for the chat template besides the messages, by the names under which the template reads them."""
 
     model_config = ConfigDict(extra="allow")
 

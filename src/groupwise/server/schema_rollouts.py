@@ -60,14 +60,15 @@ class RolloutPage(Answer):
 
 
 class FacetCount(Answer):
-    """How many completions have a value."""
+    """The number of completions that have a value."""
 
     value: str
     count: int
 
 
 class RolloutFacets(Answer):
-    """What completions can be filtered by, and how many have it; values with the most completions come first."""
+    """Values that completions can be filtered by, with the number of completions of each; the most frequent come
+    first."""
 
     counted: int
     """Completions that were looked at: the newest ones, as far as one request reads."""

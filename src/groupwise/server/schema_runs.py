@@ -57,8 +57,8 @@ class RunDetail(RunSummary):
 
 
 class RunMetrics(Answer):
-    """What a run recorded: {"step", "time", <metric>: <number>, ...} for each line of its metrics.jsonl. Training and
-    evaluation write a line each of the same step; of a metric that stands in two, the later counts."""
+    """Metrics that a run recorded: {"step", "time", <metric>: <number>, ...} for each line of its metrics.jsonl.
+    Training and evaluation each write a line of the same step; of a metric that is in both, the later line counts."""
 
     run: str
     steps: list[dict[str, Any]]
@@ -69,7 +69,7 @@ class RunMetrics(Answer):
 
 
 class RunHealth(Findings):
-    """What a run's metrics say is going wrong; remedies are overrides of its configuration."""
+    """Problems that a run's metrics show; remedies are overrides of its configuration."""
 
     run: str
 
@@ -156,10 +156,11 @@ class RunChange(Answer):
 
 
 class RunEvaluations(Answer):
-    """What training changed on the held-out prompts, from the evaluation at step `first` to that at step `last`, which
-    is the last one, or that of the version which the run keeps.
+    """The change that training made on the held-out prompts, from the evaluation at step `first` to that at step
+    `last`, which is the last one, or that of the version which the run keeps.
 
-    `mode` is null where there are not two evaluations of the same prompts."""
+    `mode` is null where there are not two evaluations of the same prompts.
+    """
 
     run: str
     mode: str | None

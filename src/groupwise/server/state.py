@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What serves a policy and remembers what came of it; `assemble` makes them, and no other part makes any."""
+    """The parts of a server, from the engine that samples to the logs that record. `assemble` makes all of them; no
+    part makes another."""
 
     config: ServeConfig
     base: LoadedModel

@@ -89,7 +89,7 @@ class HasPolicies(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """What is known of the worker process; `waiting` is to be started again."""
+    """The state of the worker process. `waiting`: none runs; it is started again after a pause."""
 
     state: Literal["starting", "running", "waiting", "stopped"] = "starting"
     pid: int | None = None

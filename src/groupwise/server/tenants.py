@@ -1,12 +1,12 @@
-"""Who sees what: the one place where the sender of a request becomes the server that it talks to.
+"""Separates tenants: turns the sender of a request into the server that it talks to, in this one place.
 
     tenant_of       a caller, a path and a request's headers -> a tenant; "" is the owner
     may_name        the paths behind which a tenant finds its own; all others, those of tomorrow too, are the owner's
     Tenants.of      a tenant -> a `Server` of which every part is the tenant's, over the one model, engine and worker
 
-Routes name parts (`state.given`) and get those of whoever asks. What is not a tenant's is not in its parts: its ledger
-is a view of its rows, its adapters are in its directory, and so on. So another's thing is the same 404 as a thing that
-does not exist, and no route has anything to leave out.
+Routes name parts (`state.given`) and get those of the request's tenant. A tenant's parts hold only its own things: its
+ledger is a view of its rows, its adapters are in its directory, and so on. So a thing of another tenant is the same 404
+as a thing that does not exist, and no route has anything to filter.
 
     shared       the model and its tokenizer, the engine's time, the worker's, the readers of bodies, the disk, images
     a tenant's   adapters and which is active, the active policy, jobs, rollouts, feedback, responses, idempotency keys,
@@ -128,7 +128,7 @@ def may_name(path: str) -> bool:
 
 # ---- what ----
 class _TenantConfig(ServeConfig):
-    """The configuration, of which a tenant is shown what acts on its requests."""
+    """The server's configuration as a tenant is shown it: only the options that act on its requests."""
 
     def public(self) -> dict[str, Any]:
         return {name: value for name, value in super().public().items() if name not in {*UNTOLD, *NOT_A_TENANTS}}
@@ -269,7 +269,8 @@ class TenantRecorder(Recorder):
 
 @dataclass(frozen=True)
 class _WorkerSeen:
-    """Of the worker, what a tenant sees: whether it lives. Its last words may be about others' jobs."""
+    """The worker as a tenant sees it: whether it lives. Its last words may be about other tenants' jobs and are left
+    out."""
 
     supervisor: Supervisor
 
@@ -283,7 +284,7 @@ class _WorkerSeen:
 
 @dataclass(frozen=True)
 class _UsageSeen:
-    """Of what was used, what a tenant sees: its own keys."""
+    """The usage counts as a tenant sees them: those of its own keys."""
 
     usage: KeyUsage
     tenant: str
@@ -302,7 +303,7 @@ router = APIRouter(tags=["Server"])
 
 
 class TenantShown(Answer):
-    """What a tenant has."""
+    """A tenant, with its keys, adapters, jobs and bytes on disk."""
 
     keys: list[str]
     adapters: list[str]

@@ -1,4 +1,4 @@
-"""Which text each token of a completion is, by the run's own tokenizer, if that is on this machine.
+"""Finds the text of each token of a completion, with the run's own tokenizer, if that is on this machine.
 
 Only `tokenizer.json` is read, by the `tokenizers` library: from the package, a local directory, or what Hugging
 Face's cache holds already. Nothing is downloaded. Characters that several tokens share (the bytes of "好") belong to

@@ -1,4 +1,5 @@
-"""What each named key used, by day, and the bounds that a key may have (`--tokens-per-day` of `groupwise keys add`).
+"""Counts what each named key used, by day, and enforces the bounds that a key may have (`--tokens-per-day` of
+`groupwise keys add`).
 
     usage.check_rate(key)             # a request came: 429 `rate_limited` where there were too many in a minute
     usage.check_tokens(key)           # it wants to sample: 429 `quota_exceeded` where the day's tokens are used up
@@ -56,7 +57,7 @@ class QuotaError(TryAgainError):
 
 
 class UsedByKey(Answer):
-    """What a named key used on a day."""
+    """Counts of the requests and tokens of a named key on one day."""
 
     requests: int = 0
     """Requests that sampled."""
@@ -69,7 +70,7 @@ class UsedByKey(Answer):
 
 
 class UsageAnswer(Answer):
-    """What named keys used."""
+    """Counts of the requests and tokens of named keys, by day."""
 
     days: dict[str, dict[str, UsedByKey]]
     """A day (UTC) of the last 32 -> a key's name -> its counts. Jobs' tokens are not among them. To the owner a

@@ -137,7 +137,7 @@ def _check_targets(config: Mapping[str, Any]) -> None:
 
 
 class Adapted(NamedTuple):
-    """What one pair of an adapter's tensors changes, and how."""
+    """The parameter that one pair of an adapter's tensors changes, with the scale and shape of the change."""
 
     name: str  # of a linear module or a router; of the experts' parameters, `<module>.gate_up_proj`
     scale: float  # what PEFT multiplies B A by: alpha / r, or alpha / sqrt(r) with `use_rslora`
@@ -162,8 +162,8 @@ def is_expert_parameter(name: str) -> bool:
 
 
 class ExpertTargets:
-    """Which parameters of experts an adapter changes, and where PEFT's files have their tensors. Where it changes
-    several of one module, PEFT wraps one in the other in the order in which the module has them: the tensors of the
+    """The parameters of experts that an adapter changes, and the names of their tensors in PEFT's files. Where several
+    of one module are changed, PEFT wraps one in the other in the order in which the module has them: the tensors of the
     last are `<module>.lora_A`, of the one before it `<module>.base_layer.lora_A`."""
 
     def __init__(self, config: Mapping[str, Any]):
@@ -332,7 +332,7 @@ def _starts(module: str) -> list[int]:
 
 # ---- which modules ----
 class _Targets:
-    """Whether PEFT adapts a module, by its name."""
+    """Decides by its name whether PEFT adapts a module."""
 
     def __init__(self, config: Mapping[str, Any], matching: _Matching):
         layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or []

@@ -43,7 +43,8 @@ _VERSION = re.compile(r"v([0-9]{6,12})")
 
 @dataclass(frozen=True)
 class _State:
-    """`.state.json`. `retired` maps a name to the highest number that is gone: numbers are never given out twice."""
+    """The contents of `.state.json`. `retired` maps a name to the highest number that is gone: numbers are never given
+    out twice."""
 
     activations: tuple[PolicyVersion, ...] = ()
     retired: Mapping[str, int] = field(default_factory=dict)

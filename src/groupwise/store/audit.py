@@ -1,4 +1,4 @@
-"""Who changed what: a line of JSON for each request that changes something, the owner's apart from each tenant's.
+"""Keeps the audit log: a line of JSON for each request that changes something, the owner's apart from each tenant's.
 
     STATE_DIR/audit.jsonl                   the owner's, and what was done to keys
     STATE_DIR/tenants/acme/audit.jsonl      acme's; audit.jsonl.1 to .4 are older
@@ -30,8 +30,8 @@ MOST_TEXT = 200  # characters of a value that a request made up
 
 
 class Change(BaseModel):
-    """What one request changed, or was refused: `at` is UTC, ISO 8601; `things` are the names in its path, and what
-    came of it, such as a job's id."""
+    """The audit log's entry of one request, made or refused: `at` is UTC, ISO 8601; `things` are the names in its path,
+    and of the results, such as a job's id."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -30,8 +30,8 @@ STEP, _STANDING = "step-", "run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stands after `step`: the newest version, the one that samples and the step that it is of, and by name
-    the state of each part of the run."""
+    """The state of a run after `step`: the newest version, the version that samples and its step (`synced`), and by
+    name the state of each part of the run."""
 
     step: int
     version: PolicyVersion

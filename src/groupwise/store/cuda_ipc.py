@@ -46,7 +46,7 @@ Handle = dict[str, Any]  # JSON
 
 
 class Transport(Protocol):
-    """How memory gets into another process."""
+    """Shares device memory with another process: `export` here, `attach` there."""
 
     def export(self, tensor: Tensor) -> Handle:
         """Return what another process needs to have this very memory. Raises RuntimeError."""

@@ -34,7 +34,7 @@ MERGED, GGUF = "merged", "gguf"
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written: `path`, its `dtype`, and what is to be known of it (`note`)."""
+    """Result of an export: its `path`, its `dtype`, and a `note` for the user where there is something to know."""
 
     path: Path
     dtype: str

@@ -28,7 +28,7 @@ ACTIONS = ("kill", "raise", "enospc", "memory", "sleep")
 
 
 class FaultInjected(RuntimeError):
-    """What the action `raise` raises; not a GroupwiseError, because it stands for an error nobody foresaw."""
+    """Error that the action `raise` raises: a RuntimeError, because it stands for an error that nobody foresaw."""
 
 
 @dataclass

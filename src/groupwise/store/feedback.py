@@ -84,7 +84,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Transition:
-    """Something that automatic training did. `seq` grows; `kind` is a word for programs, `message` is for people."""
+    """An event of automatic training. `seq` grows; `kind` is a word for programs, `message` is for people."""
 
     seq: int
     at: float
@@ -353,7 +353,8 @@ def new_id() -> str:
 
 @dataclass
 class Opinion:
-    """What people say of one rollout: `scores` from 0 to 1, and the texts that should have been said instead."""
+    """People's feedback on one rollout: `scores` from 0 to 1, and `corrections`, the texts that should have been said
+    instead."""
 
     scores: list[float] = field(default_factory=list)
     corrections: list[str] = field(default_factory=list)

@@ -74,8 +74,8 @@ _EXPONENT_BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a version came from, as its publisher knows it. `base_hash` names the exact base weights, and
-    `quantization` (`nf4`, `int8`) how the base was loaded.
+    """The origin of a version, as its publisher knows it. `base_hash` names the exact base weights, and `quantization`
+    (`nf4`, `int8`) how the base was loaded.
 
     `job` is the training job that made it. `unhealthy` says what was wrong at its end, where that is an error: such a
     version becomes active, and stands for its adapter's name, only by hand. `canary` is what the trainer measured under
@@ -97,7 +97,8 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterInfo(Provenance):
-    """What the sidecar says of a version. `created` is ISO 8601 UTC; `files` maps a name to (bytes, sha256)."""
+    """The contents of a version's sidecar file: its origin, name, time and files. `created` is ISO 8601 UTC; `files`
+    maps a name to (bytes, sha256)."""
 
     version: PolicyVersion
     created: str

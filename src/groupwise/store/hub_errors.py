@@ -1,7 +1,7 @@
-"""What the Hugging Face hub's refusals and silences mean to whoever asked, as one `HubError` each.
+"""Turns refusals and timeouts of the Hugging Face hub into one `HubError` each, which says what to do.
 
-Its client raises an error of HTTP, of the network below it, or one of its own around either; what counts is found along
-the chain of causes.
+The hub's client raises an error of HTTP, of the network below it, or one of its own around either; the error that
+counts is found along the chain of causes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a job leaves on disk besides its version: checkpoints to go on from, and moments for the next job.
+"""Keeps what a job leaves on disk besides its version: checkpoints to resume from, and AdamW's moments for the next
+job.
 
     <state>/checkpoints/<job>/step-000020/    where the job stands; the newest only
     <home>/optimizer/<name@N>/                the last checkpoint of the job that published name@N: AdamW's moments,
@@ -39,7 +40,8 @@ _START, _JOB_STATE = "start.safetensors", "run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """Where a job stands: `applied` of its `step` steps changed the weights. `parent` is what it started from."""
+    """The progress of a job: `applied` of its `step` steps changed the weights. `parent` is the version that it started
+    from."""
 
     parent: PolicyVersion
     lora: LoraSpec

@@ -81,14 +81,14 @@ class EncodedGroup(Section):
 
 
 class GrpoPayload(Section):
-    """`temperature` is the one the completions were sampled at."""
+    """The groups that a GRPO job trains on; `temperature` is that at which the completions were sampled."""
 
     groups: Annotated[tuple[EncodedGroup, ...], Field(strict=False)]
     temperature: float = Field(default=1.0, gt=0)
 
 
 class EncodedExample(Section):
-    """`mask[t]` is 1 where `completion_ids[t]` is to be learned."""
+    """A tokenised conversation that is trained on: `mask[t]` is 1 where `completion_ids[t]` is to be learned."""
 
     prompt_ids: PromptIds
     completion_ids: Ids

@@ -36,7 +36,7 @@ _HELD = "SELECT * FROM job WHERE id = ? AND worker = ? AND attempt = ? AND state
 
 
 class Cause(StrEnum):
-    """Why an attempt ended without a word."""
+    """Reason why an attempt ended before its worker could report a result."""
 
     CRASH = "crash"
     MEMORY = "memory"

@@ -80,7 +80,7 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class JobState(StrEnum):
-    """Where a job stands. The last three are final."""
+    """The state of a job. The last three are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -161,7 +161,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class LedgerEvent:
-    """Something that happened to a job. `seq` grows over all jobs; `kind` is "state", "metrics" or "message"."""
+    """An event of a job. `seq` grows over all jobs; `kind` is "state", "metrics" or "message"."""
 
     seq: int
     job_id: str

@@ -1,4 +1,4 @@
-"""What users mean by a run, a store, an adapter or a trained policy. Every command resolves names here.
+"""Resolves what users call a run, a store, an adapter or a trained policy; every command resolves names here.
 
 RUN         a run's directory; the name of one under `runs/`; or the `name` of its configuration: the newest such run,
             and for its policy the newest that was finished, if one was; a warning names the others
@@ -47,8 +47,8 @@ _VERSIONS, _WEIGHTS = f"{STORE}/*/v[0-9]*", f"{MODEL}/config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """An adapter on disk. `base_hash` is None where nobody recorded the base model's; `quantization` is how that was
-    loaded (`nf4`, `int8`)."""
+    """An adapter on disk. `base_hash` is None where the base model's was not recorded; `quantization` is how the base
+    was loaded (`nf4`, `int8`)."""
 
     version: PolicyVersion
     directory: Path
@@ -92,8 +92,8 @@ class Located:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPolicy:
-    """What a run trained, or an adapter from elsewhere: the model to load and the adapter over it (None where all
-    parameters were trained). `run_dir` is None for an adapter that is of no run."""
+    """A policy that a run trained, or an adapter from elsewhere: the model to load and the adapter over it (None where
+    all parameters were trained). `run_dir` is None for an adapter that is of no run."""
 
     model: str
     adapter: Located | None

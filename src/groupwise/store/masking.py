@@ -28,8 +28,8 @@ _KEYS = re.compile(
 
 
 class Rule(NamedTuple):
-    """What is masked: text of a shape, without groups that capture. `found` is how many characters of such a text are
-    to be masked, from its beginning, 0 for none; `mask` stands in their place."""
+    """A rule of masking: of a text that matches the pattern `shape`, which has no groups that capture, the first
+    `found(text)` characters (0: none) are replaced by `mask`."""
 
     name: str
     says: str

@@ -51,7 +51,7 @@ _OVERSAMPLING, _ITERATIONS = 32, 4  # of the subspace iteration
 
 
 class MergeMode(StrEnum):
-    """How the weight updates are combined."""
+    """The way in which the adapters' weight updates are combined."""
 
     WEIGHTED_AVERAGE = "weighted_average"
     TIES = "ties"
@@ -68,7 +68,7 @@ class WeightedAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeReport:
-    """What was written. `relative_error` is |D - B A| / |D| (Frobenius, all modules): 0 where nothing was rounded."""
+    """Result of a merge. `relative_error` is |D - B A| / |D| (Frobenius, all modules): 0 where nothing was rounded."""
 
     tensors: int
     rank: int

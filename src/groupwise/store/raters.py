@@ -25,7 +25,7 @@ PAGE = 1000  # ratings
 
 @dataclass(frozen=True)
 class KnownVote:
-    """What a rater said of an answer to a known prompt: whether it agreed with what is known."""
+    """A rater's rating of an answer whose reward is known: whether the two agreed."""
 
     rater: Rater
     prompt_ids: tuple[int, ...]
@@ -34,7 +34,8 @@ class KnownVote:
 
 
 class RaterLog:
-    """What is known of the raters of one ledger. Threads may share it. Raises as the ledger does."""
+    """The record of the raters of one ledger: their ratings of known prompts, and who is distrusted. Threads may share
+    it. Raises as the ledger does."""
 
     def __init__(self, feedback: FeedbackLog):
         self._feedback = feedback

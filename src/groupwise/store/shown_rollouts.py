@@ -1,5 +1,5 @@
-"""What trackers are shown of a step's rollouts: every reward, for a picture of how they are spread, and a table of
-completions under the names of the columns that TRL's has.
+"""Chooses what trackers are shown of a step's rollouts: every reward, for a histogram, and a table of completions under
+the column names of TRL's.
 
     rewards_of   distribution/reward, distribution/reward/<name> -> the values of all completions of the step
     rows_of      step, prompt, completion, a column a reward function, reward, advantage

@@ -1,4 +1,4 @@
-"""Where what belongs to a tenant lies, and what a tenant can be called.
+"""Places each tenant's things in the state directory, and checks tenants' names.
 
     STATE_DIR/                        the owner's: adapters/, optimizer/, tinker/, images/, as without tenants
     STATE_DIR/tenants/acme/           the same of the tenant acme

@@ -37,7 +37,8 @@ BINS = 30
 
 
 class Tracker(Protocol):
-    """What a run shows itself to. `step` counts finished optimizer steps."""
+    """Receives the metrics, distributions and tables of a run, and shows them elsewhere. `step` counts finished
+    optimizer steps."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

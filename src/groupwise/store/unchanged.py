@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Unchanged(Generic[T]):
-    """What was read, by path. Threads may share it."""
+    """Caches what was read from files, by path, until a file changes. Threads may share it."""
 
     def __init__(self):
         self._known: dict[str, tuple[tuple[int, int, int], T]] = {}

@@ -118,7 +118,7 @@ class Agent(EnvKind):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """What an agent returned.
+    """Result of an agent's episode.
 
     Args:
         turn_rewards: what each answer was worth besides, in their order; empty for none.

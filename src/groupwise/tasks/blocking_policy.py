@@ -12,8 +12,8 @@ from groupwise.types import Completion, SamplingRequest
 
 
 class BlockingPolicy:
-    """What threads ask of an engine and wait for; after `close` nobody is answered any more. `lock` guards all of it,
-    and what its owner records of the answers."""
+    """A policy that threads can ask and wait for; after `close` requests are no longer answered. `lock` guards all of
+    it, and what its owner records of the answers."""
 
     def __init__(self, sampler: Submits):
         self._sampler, self.lock = sampler, threading.RLock()

@@ -121,7 +121,7 @@ class Endpoint:
         transport, http = self._transport, _http()
 
         class SharedTransport(http.BaseTransport):
-            """What the clients have in common; to close one closes nothing."""
+            """Lets all clients share one transport; closing a client does not close it."""
 
             def handle_request(self, request: Any) -> Any:
                 return transport.handle_request(request)
@@ -136,7 +136,7 @@ class Endpoint:
         transport, http = self._async_transport, _http()
 
         class SharedAsyncTransport(http.AsyncBaseTransport):
-            """What the clients have in common; to close one closes nothing."""
+            """Lets all clients share one transport; closing a client does not close it."""
 
             async def handle_async_request(self, request: Any) -> Any:
                 return await transport.handle_async_request(request)

@@ -47,7 +47,7 @@ SAYING = ("system", "developer", "user", "tool")  # the assistant's turns are th
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """How an episode begins: messages up to where the assistant speaks, and tools it may call, in OpenAI's form.
+    """The beginning of an episode: messages up to where the assistant speaks, and tools it may call, in OpenAI's form.
 
     `state` names the state in which the policy now speaks, for `algo.credit: gigpo`: episodes of a group are compared
     turn by turn where they are in the same one. None: what it was told is its name.
@@ -60,7 +60,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What came of a turn: messages that the policy hears next, a reward for the turn, whether the episode is over.
+    """Result of a turn: messages that the policy hears next, a reward for the turn, whether the episode is over.
 
     `info` are numbers to log, by name; their means over episodes are the metrics `env/<name>`. `state` is the name of
     the state that the policy speaks in next, as `Observation.state`.
@@ -75,7 +75,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveResult:
-    """What came of a player's turn in a game of several (`self_play`), each by player: what it is told next, and its
+    """Result of a player's turn in a game of several (`self_play`), each by player: what it is told next, and its
     reward, which counts for the last turn that it took. `next` speaks next (None: whoever is next in `players`), in the
     state `state` (as `Observation.state`)."""
 
@@ -89,7 +89,7 @@ class MoveResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """What `score` gets: all that was said, the first observation included, and how it ended.
+    """An episode that is over, as `score` gets it: all messages, the first observation's included, and how it ended.
 
     `stop` is "done", or the limit that ended it: "max_turns", "max_tokens", "max_tool_calls", "context", "timeout".
     """

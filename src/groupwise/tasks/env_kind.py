@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlayParts:
-    """What episodes are played with.
+    """The parts with which episodes are played.
 
     Args:
         run: how training samples.
@@ -51,7 +51,7 @@ class PlayParts:
 
 
 class EnvKind:
-    """What plays the episodes of a run, before the model is loaded.
+    """A kind of environment: plays the episodes of a run, and knows its prompts before the model is loaded.
 
     Attributes:
         name: what messages call it.

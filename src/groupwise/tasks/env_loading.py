@@ -31,7 +31,8 @@ METHODS = ("reset", "step")
 
 
 class EnvSpec(Protocol):
-    """What an environment is loaded from: an `EnvConfig`, or what a worker process gets of one."""
+    """The specification from which an environment is loaded: an `EnvConfig`, or a worker process's copy of its
+    fields."""
 
     @property
     def environment(self) -> str | None: ...

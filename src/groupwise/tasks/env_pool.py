@@ -168,7 +168,7 @@ class _EnvProcess:
 
 @dataclass(eq=False)
 class _Call:
-    """One method of one episode's environment, for `workers.Lane`."""
+    """A call of one method of one episode's environment, for `workers.Lane`."""
 
     number: int
     message: bytes

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRequest:
-    """What an `EnvConfig` says to a worker. The class itself would have the worker import all that checks a
-    configuration, which takes longer than the rest of its start."""
+    """The fields of an `EnvConfig` that a worker needs. `EnvConfig` itself would have the worker import all that checks
+    a configuration, which takes longer than the rest of its start."""
 
     environment: str | None
     args: Mapping[str, Any]

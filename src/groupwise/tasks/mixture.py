@@ -1,4 +1,4 @@
-"""Which source is drawn from next, where several have weights.
+"""Decides which of several weighted sources each prompt is drawn from.
 
 Draws come in blocks of a fixed number of them. A source of share w (its weight over the sum) has in block b, of n draws
 

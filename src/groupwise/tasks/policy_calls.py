@@ -1,4 +1,4 @@
-"""What a rollout function asks of the policy: vLLM's sampling options, one engine batch a call, all of it recorded.
+"""Answers a rollout function's calls of the policy: vLLM's sampling options, one engine batch a call, all recorded.
 
     max_tokens, stop, stop_token_ids, n       as asked; max_tokens no more than the context has room for
     temperature                               as the run samples; asked otherwise it is done and not trained, since
@@ -43,7 +43,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """What one call asks for. `otherwise` names the options in which it is not as the run samples; "" if it is.
+    """Options of one call of the policy. `otherwise` names those that differ from how the run samples; "" if none does.
     `restricted` says that these only leave tokens out."""
 
     params: SamplingParams

@@ -36,8 +36,8 @@ class Issued:
 
 
 class PromptStream(Protocol):
-    """What a loop draws prompts from: a PromptSource, a Curriculum or an AdaptiveDifficulty around one, or a
-    StreamedPrompts.
+    """The prompts of a training loop, drawn one after another: a PromptSource, a Curriculum or an AdaptiveDifficulty
+    around one, or a StreamedPrompts.
 
     `known` are the prompts that were read before the first is drawn, in the order of the rows: all, or the first of a
     stream. `counts` says of each source how many rows it has.
@@ -199,7 +199,7 @@ class PromptSource(Tickets[int]):
 
 
 class WrappedStream:
-    """What a PromptStream around `source` does not do in a way of its own."""
+    """Base of streams around a PromptSource: hands on to `source` whatever they do not do themselves."""
 
     def __init__(self, source: PromptSource):
         self._source = source

@@ -1,4 +1,4 @@
-"""From a prompt to a group of rollouts: completions (`SingleTurnRollouts`) or episodes (`EpisodeRollouts`).
+"""Makes groups of rollouts from prompts: completions (`SingleTurnRollouts`) or episodes (`EpisodeRollouts`).
 
 The loop, evaluation and everything after them know only that a group comes back. Prompts that are begun together have
 their first turns admitted together; the episodes of a group that see the same first prompt share it.
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class RolloutSource(Protocol):
-    """How groups of rollouts are made for prompts; one implementation for each kind of task."""
+    """Makes groups of rollouts for prompts; one implementation for each kind of task."""
 
     def prepare(self, prompt: Prompt) -> Prompt:
         """Return the prompt as `begin` takes it. Raises ChatError, and ContextLengthError for one that is too long to

@@ -82,7 +82,8 @@ def _plain(value: Any) -> Any:
 
 
 class _Written:
-    """How a column's cells are written: all as Python writes numbers, empty ones apart; else as texts.
+    """Finds the type of a column from its cells: numbers if all but empty ones are as Python writes numbers; else
+    texts.
 
     >>> def typed(*cells):
     ...     written = _Written()

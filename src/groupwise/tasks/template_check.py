@@ -1,9 +1,10 @@
-"""Whether a chat template only appends, tried out before the first episode.
+"""Tries whether a chat template only appends, before the first episode.
 
-A conversation that only grows is trained as one sequence. Where a template renders what was said differently once the
-conversation goes on, the next turn sees that, and is trained as a sequence of its own (`segments`): as true, and
-dearer, since what both saw is computed for each. Known templates: Qwen 2.5, Llama 3, Gemma and Mistral append;
-Qwen 3 drops thoughts when a user speaks again, but not between tool calls; DeepSeek R1 drops them always.
+A conversation that only grows is trained as one sequence. Where a template renders an earlier turn differently once the
+conversation goes on, the next turn sees that rendering, and is trained as a sequence of its own (`segments`): as
+correct, and more expensive, since what both saw is computed for each. Known templates: Qwen 2.5, Llama 3, Gemma and
+Mistral append; Qwen 3 drops thoughts when a user speaks again, but not between tool calls; DeepSeek R1 drops them
+always.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ THOUGHT = "One and one."
 
 
 class Growth(StrEnum):
-    """What a template does with a turn once the conversation goes on."""
+    """The change that a template makes to a turn once the conversation goes on."""
 
     APPENDS = "appends"
     REWRITES = "rewrites"
@@ -47,8 +48,8 @@ class Growth(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateCheck:
-    """What was found: after a turn and a user's message, after a tool call and its result, and the same two with a
-    thought in the turn."""
+    """Results of the check of a chat template, for four cases: a turn before a user's message, a tool call before its
+    result, and both with a thought in the turn."""
 
     turns: Growth
     tools: Growth

@@ -16,8 +16,9 @@ from groupwise.model.reply_formats.parser import joined
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """`content` is the reply without its calls (malformed calls stay), `calls` are in OpenAI's form. Thoughts stay in
-    the content too, but for formats whose templates look for them elsewhere: there they are `thought`."""
+    """A reply, parsed: `content` is the reply without its calls (malformed calls stay), `calls` are in OpenAI's
+    form. Thoughts stay in the content too, but for formats whose templates look for them elsewhere: there they are
+    `thought`."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)

@@ -35,7 +35,8 @@ _known: WeakKeyDictionary[Callable[..., Any], dict[bool, Signature]] = WeakKeyDi
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What a function takes. `model` has a field for each parameter, in their order, whose alias is its name."""
+    """The signature of a function, as a tool's schema. `model` has a field for each parameter, in their order, whose
+    alias is the parameter's name."""
 
     name: str
     description: str

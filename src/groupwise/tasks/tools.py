@@ -50,7 +50,7 @@ THREADS = 256  # calls of functions that are not async, at once and on one event
 
 
 class CallOutcome(StrEnum):
-    """What became of a call."""
+    """The outcome of a tool call."""
 
     OK = "ok"
     UNKNOWN = "unknown_tool"
@@ -70,7 +70,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CallableTool:
-    """What a model can call. `run` takes the arguments as they came and may raise anything.
+    """A tool that a model can call. `run` takes the arguments as they came and may raise anything.
 
     `parameters` is a JSON schema of type object. `owner` is the object whose method it is, if it is one.
     """

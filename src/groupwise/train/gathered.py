@@ -1,7 +1,7 @@
-"""What is made of cut weights by all ranks together: whole tensors, one at a time, files of them, a fingerprint.
+"""Gathers weights that are cut over ranks: into whole tensors, one at a time, into files, or into a fingerprint.
 
-A tensor that is gathered is whole at every rank for a moment. So is nothing else: files are written by one rank, some
-layers at a time, in the layout of `save_pretrained`, and of a fingerprint each rank has the values in its part.
+Every rank has a gathered tensor whole, for a moment; nothing else is ever whole. Files are written by one rank, some
+layers at a time, in the layout of `save_pretrained`; of a fingerprint each rank computes the values in its own part.
 """
 
 from __future__ import annotations

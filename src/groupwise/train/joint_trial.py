@@ -1,8 +1,9 @@
-"""Whether joint passes over a base model have the bytes that its learners have alone, tried before the first of them.
+"""Tries whether joint passes over a base model compute the same bytes as its learners alone, before the first of them.
 
-That they do rests on how this processor's library multiplies: a product of so many rows and columns must be the same
-sum wherever its rows lie in memory, and those of a batch whatever their number. It is compared where it is used, with
-adapters of two ranks over micro-batches of equal and of other shapes, forward, and backward.
+Whether they do depends on how this processor's library multiplies: a product of so many rows and columns must be the
+same sum wherever its rows lie in memory, and the products of a batch the same whatever their number. The trial compares
+both ways on the machine that trains, with adapters of two ranks over micro-batches of equal and of other shapes,
+forward and backward.
 """
 
 from __future__ import annotations

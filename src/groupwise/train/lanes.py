@@ -30,7 +30,8 @@ def is_light(weights: int) -> bool:
 
 
 class ThreadedMicroBatches:
-    """Up to `most` threads; made when they are first needed, gone with this."""
+    """Computes micro-batches in up to `most` threads, which are made when they are first needed and end with this
+    object."""
 
     def __init__(self, most: int):
         self.most = most

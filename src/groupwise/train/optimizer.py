@@ -24,7 +24,8 @@ _LEVELS = "qmap"
 
 @dataclass(frozen=True)
 class OptimStepResult:
-    """`grad_norm` is before clipping; `applied` is False when the step was refused because it was not finite."""
+    """Result of one optimizer step. `grad_norm` is before clipping; `applied` is False when the step was refused
+    because the gradient was not finite."""
 
     grad_norm: float
     applied: bool

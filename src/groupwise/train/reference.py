@@ -36,7 +36,7 @@ _KEY = "reference."
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSpec:
-    """Which policy is the reference; `decay` is d of `ema` and `every` K of `refresh`.
+    """The choice of the reference policy; `decay` is d of `ema` and `every` K of `refresh`.
 
     Raises:
         ConfigError: an unknown kind, or a number out of range.

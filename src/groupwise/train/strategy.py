@@ -1,4 +1,5 @@
-"""Who computes a learner's verbs: this process (`SingleProcess`), or several (`data_parallel`, `fully_sharded`).
+"""Distributes a learner's verbs over processes: this one alone (`SingleProcess`), or several (`data_parallel`,
+`fully_sharded`).
 
 `Learner` says what the verbs do and is the same in all cases. Where processes must agree it asks its strategy: which
 samples of a batch are this process's, how gradients and metrics are added up, how the norm of a gradient is taken, how

@@ -1,4 +1,4 @@
-"""Where learners of one base model, each in a thread of its own, meet to compute their micro-batches together.
+"""Joins learners of one base model, each in a thread of its own, to compute their micro-batches together.
 
     place = JointPasses(at_once=2)              one for the base model
     Learner(base, strategy=Joined(place))       for each of the learners
@@ -70,7 +70,7 @@ class _Waiting(Generic[Result]):
 
 @dataclass
 class PassCounts:
-    """How many passes there were, how many of them failed, and what was in them."""
+    """Counts of the joint passes, of those that failed, and of the seats and tokens in them."""
 
     passes: int = 0
     failed: int = 0

@@ -57,7 +57,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(CallOptions):
-    """What one call of a transformers model asks for."""
+    """Options of one call of a transformers model's `generate`."""
 
     max_length: int | None = None
     criteria: tuple[Callable[..., Any], ...] = ()

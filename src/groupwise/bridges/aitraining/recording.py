@@ -71,7 +71,7 @@ def _over() -> PolicyClosedError:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What the policies of all episodes have in common."""
+    """The engine, model and options that the policies of all episodes share."""
 
     sampler: Submits
     base: LoadedModel

@@ -1,4 +1,4 @@
-"""What `groupwise env check` plays of a three-method environment: the same object, its methods watched."""
+"""Opens a three-method environment for `groupwise env check`: the same object, its methods watched."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Mode:
-    """How a group is sampled."""
+    """The sampling parameters, version and seed of a group."""
 
     params: SamplingParams
     version: PolicyVersion

@@ -54,7 +54,7 @@ _WITHOUT_INPUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How an instruction becomes plain text: the system message, and the rest with and without an input."""
+    """A plain-text format of instructions: the system message, and the rest with and without an input."""
 
     system: str
     with_input: str
@@ -178,7 +178,8 @@ def roles_of(dataset: Mapping[str, Any]) -> Mapping[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Conversations:
-    """How the rows of an entry hold conversations."""
+    """Reads the conversations in the rows of an entry, by the names that the entry gives columns, properties and
+    roles."""
 
     column: str
     system: str

@@ -1,4 +1,4 @@
-"""What an Axolotl file says of the model, the optimizer, the machine and the run, by whatever it trains."""
+"""Translates what an Axolotl file says of the model, the optimizer, the machine and the run, whatever it trains."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class ConcurrencyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WandBConfig:
-    """Where metrics go besides the run directory; nowhere without an entity and a project."""
+    """Weights & Biases, where metrics go besides the run directory; off without an entity and a project."""
 
     entity: str | None = None
     project: str | None = None

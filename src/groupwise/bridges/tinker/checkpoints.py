@@ -1,4 +1,4 @@
-"""What clients saved over the Tinker wire, on disk, found by tinker:// paths; it outlives sessions and processes.
+"""Keeps on disk what clients saved over the Tinker wire, found by tinker:// paths; it outlives sessions and processes.
 
     tinker://<run>/weights/<name>            trainer and optimizer, to go on from
     tinker://<run>/sampler_weights/<name>    a version in the server's adapter store, which chats can name too
@@ -104,7 +104,7 @@ def check_checkpoint_name(name: str) -> None:
 
 
 class TinkerCheckpoints:
-    """Those of one state directory. Everything here touches the disk: call it in a thread."""
+    """The checkpoints of one state directory. Every method touches the disk: call it in a thread."""
 
     def __init__(self, root: Path):
         self._runs = root / "runs"

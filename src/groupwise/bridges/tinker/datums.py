@@ -283,8 +283,8 @@ class _Sampled:
 
 
 class SampledMasks:
-    """What the tokens of completions could be that were sampled with top_p or top_k, until these completions come back
-    in datums to be trained: the wire has no field for it.
+    """Remembers the part of the vocabulary that each token of a completion could be drawn from, with top_p or top_k,
+    until the completion comes back in a datum to be trained: the wire has no field for it.
 
     A completion is known by its prompt, its tokens and the log-probabilities that were told with them, all exactly, so
     that nothing else is taken for it. The oldest go when all take more than `most` bytes. For threads.

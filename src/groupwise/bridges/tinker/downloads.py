@@ -1,4 +1,4 @@
-"""What was saved over the Tinker wire, as files to take away, in PEFT's layout.
+"""Offers what was saved over the Tinker wire as files to download, in PEFT's layout.
 
     Downloads.save_external    a model's adapter as a checkpoint of files, encrypted with age where that is asked for
     Downloads.files            an address for each file of such a checkpoint
@@ -55,7 +55,8 @@ class Link:
 
 
 class Downloads:
-    """All of one server. What is made for an address only is in `root`, and goes with it."""
+    """The downloads that one server offers. Files that were made for one address lie in `root` and are removed with
+    it."""
 
     def __init__(self, root: Path, models: Models, checkpoints: TinkerCheckpoints, store: AdapterStore):
         self._root, self._models, self._checkpoints, self._store = root, models, checkpoints, store

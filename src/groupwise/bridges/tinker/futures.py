@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FutureResult:
-    """What a future is finished with. `as_json` makes of protobuf what a client reads that does not accept it."""
+    """The result of a future. `as_json` turns its protobuf into JSON, for a client that does not accept protobuf."""
 
     body: bytes
     media: str = PROTOBUF
@@ -66,7 +66,7 @@ def failure(error: Exception, *, without: str = "") -> FutureResult:
 
 @dataclass
 class _Load:
-    """What all futures hold: how many are unfinished, their requests' bytes, and the bytes of answers."""
+    """The load of all futures: how many are unfinished, their requests' bytes, and the bytes of answers."""
 
     unfinished: int = 0
     waiting: int = 0

@@ -55,13 +55,13 @@ class InputBody(Body):
 
 
 class ForwardBackwardBody(Sequenced):
-    """Accumulate a gradient."""
+    """The body of a request to accumulate a gradient."""
 
     forward_backward_input: InputBody
 
 
 class ForwardBody(Sequenced):
-    """Log-probabilities only."""
+    """The body of a request for log-probabilities only."""
 
     forward_input: InputBody
 

@@ -32,7 +32,7 @@ MOST_TARGET_IDS = 1 << 22  # of one prompt
 
 
 class Body(BaseModel):
-    """What every body has in common."""
+    """Base of every body: fields that it does not know are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
 
@@ -84,7 +84,7 @@ class OfModel(Body):
 
 
 class Sequenced(Body):
-    """One request of a model, in its place."""
+    """A request to a model, with its number in the model's sequence."""
 
     model_id: Id
     seq_id: SeqId
@@ -191,7 +191,8 @@ class ModelInput(Body):
 
 
 class Params(Body):
-    """How to sample. `stop`: texts, token ids, none at all (the model's own end is one then too), or () for never."""
+    """Sampling parameters. `stop`: texts, token ids, none at all (the model's own end is one then too), or () for
+    never."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
@@ -236,13 +237,13 @@ class Retrieve(Body):
 
 
 class TinkerPath(Body):
-    """A checkpoint."""
+    """The tinker:// path of a checkpoint."""
 
     tinker_path: str
 
 
 class Ttl(Body):
-    """How much longer a checkpoint is kept, in seconds; none is for ever."""
+    """Seconds for which a checkpoint is still kept; none is for ever."""
 
     ttl_seconds: Seconds | None = None
 

@@ -36,7 +36,7 @@ class HeartbeatGoneError(SessionGoneError):
 
 @dataclass
 class Session:
-    """One client. `user_metadata` is the client's own."""
+    """A client's session. `user_metadata` is the client's own."""
 
     id: str
     user_metadata: dict[str, str] | None = None

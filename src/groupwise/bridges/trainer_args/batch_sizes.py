@@ -19,7 +19,7 @@ from groupwise.config.formats.translation import Translation
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What a system calls the five sizes, for messages."""
+    """The names that a system gives the five sizes, for messages."""
 
     micro: str
     accumulate: str

@@ -40,7 +40,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerNames:
-    """What a system calls these."""
+    """The names that a system gives these options, for messages."""
 
     learning_rate: str
     optimizer: str
@@ -66,8 +66,8 @@ TRANSFORMERS = OptimizerNames(
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long the run is. `there`: optimizer steps in the other system, None if it says nothing. `per_epoch`: rollout
-    batches of an epoch, None if nobody counted."""
+    """The length of the run. `there`: optimizer steps in the other system, None if it says nothing. `per_epoch`:
+    rollout batches of an epoch, None if they were not counted."""
 
     there: int | None
     steps_there: int  # optimizer steps there on one rollout batch

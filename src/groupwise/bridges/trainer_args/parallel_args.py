@@ -1,4 +1,4 @@
-"""How several processes share a model there, as our `train.parallel` and `train.cpu_offload`.
+"""Translates how several processes share a model in another system to our `train.parallel` and `train.cpu_offload`.
 
     fsdp, fsdp_config, fsdp_version, dp_shard_size     FSDP: parallel fsdp; its `offload` is cpu_offload
     deepspeed                                          a file, its name or its content: ZeRO 3 is fsdp, 1 and 2 are

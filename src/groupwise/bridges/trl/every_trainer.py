@@ -1,4 +1,4 @@
-"""What all of TRL's trainers are told alike: the model and its adapter, checkpoints, and where metrics go.
+"""Translates the options that all of TRL's trainers have: the model and its adapter, checkpoints, and where metrics go.
 
 `importer.py` reads what GRPOTrainer is told besides, `supervised.py` what SFTTrainer and DPOTrainer are.
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """What one call is about."""
+    """The prompts, sampling parameters, version and seed of one call of a rollout function."""
 
     prompts: tuple[Prompt, ...]
     n: int

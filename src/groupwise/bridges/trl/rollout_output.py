@@ -1,4 +1,4 @@
-"""What a rollout function returned, checked -> rollouts.
+"""Checks what a rollout function returned, and turns it into rollouts.
 
     {"prompt_ids": [...], "completion_ids": [...], "logprobs": [...], "env_mask": [...], <name>: ...}
 
@@ -42,7 +42,7 @@ ABOVE_ZERO = 1e-3  # what a log-probability may be above 0 by rounding
 
 @dataclass(frozen=True, kw_only=True)
 class OutputRow:
-    """One entry. `mask` and `logprobs` have one entry per completion token."""
+    """The output for one prompt. `mask` and `logprobs` have one entry per completion token."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]

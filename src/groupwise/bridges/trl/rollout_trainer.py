@@ -44,15 +44,15 @@ class Offered(SimpleNamespace):
 
 
 class Args(Offered):
-    """`trainer.args`: fields of a GRPOConfig, with the run's values."""
+    """Stands for `trainer.args`: fields of a GRPOConfig, with the run's values."""
 
 
 class Accelerator(Offered):
-    """`trainer.accelerator`: one process."""
+    """Stands for `trainer.accelerator`, of one process."""
 
 
 class State(Offered):
-    """`trainer.state`."""
+    """Stands for `trainer.state`."""
 
 
 class Trainer(Offered):
@@ -162,7 +162,7 @@ class Trainer(Offered):
 
 
 class TrlClient:
-    """`trainer.vllm_client`: TRL's client of a vLLM server. What is not said is as the run samples."""
+    """Stands for `trainer.vllm_client`, TRL's client of a vLLM server. Options that are not given are the run's."""
 
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
@@ -189,7 +189,7 @@ class TrlClient:
 
 
 class TrlGeneration:
-    """`trainer.vllm_generation`."""
+    """Stands for `trainer.vllm_generation`."""
 
     structured_outputs_regex = None
 

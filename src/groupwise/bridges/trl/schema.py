@@ -27,11 +27,11 @@ class _VllmSampling(Sampling):
 
 
 class Further(_VllmSampling, OwnPart):
-    """Of these, those that are given."""
+    """Sampling parameters in `generation_kwargs`, which override those beside it."""
 
 
 class Drawn(_VllmSampling, OwnRequest):
-    """How they sample."""
+    """Sampling parameters of a request."""
 
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = DEFAULT_TOKENS
     logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = 0
@@ -70,7 +70,7 @@ class ChatsRequest(Drawn):
 
 
 class Drawings(Answer):
-    """`n` completions of each prompt, by prompt; log-probabilities are [completion][token][alternative]."""
+    """Answer with `n` completions of each prompt, by prompt; log-probabilities are [completion][token][alternative]."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
@@ -99,7 +99,7 @@ class LoraName(OwnRequest):
 
 
 class Done(Answer):
-    """What was done, in the words that each client looks for."""
+    """Answer to a command that was carried out, in the words that each client looks for."""
 
     status: str = "ok"
     message: str = ""

@@ -60,7 +60,7 @@ Numbered = dict[str, tuple[Any, int]]  # name -> value, line from 1
 
 
 class _Unknown(Exception):
-    """What an expression comes to is not known without running it."""
+    """The value of an expression is not known without running it."""
 
 
 def parse_script(text: str, *, source: str) -> tuple[dict[str, Any], Node]:

@@ -1,8 +1,8 @@
-"""What goes up: repositories of the hub, and their files as they lie on this machine or in memory.
+"""Collects what is pushed: repositories of the hub, and their files as they lie on this machine or in memory.
 
 A LoRA adapter is its configuration, with the base's name on the hub, and its weights; a merged model or a GGUF file is
-made in a folder that is gone afterwards (TMPDIR says where). Beside each is the card, and how the run asked its policy
-where it did so in a way of its own, for `groupwise chat hf://...`.
+made in a folder that is removed afterwards (TMPDIR says where). With each goes the card, and the template and settings
+by which the run asked its policy, where these are not the model's own, for `groupwise chat hf://...`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Repository:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is asked for: the name there, as what the version goes up (None: an adapter, or else the whole model), in
-    which number type, and whether the run's rollouts and a Space go up too."""
+    """The options of a push: the repository's name there, the format of the version (None: an adapter, or else the
+    whole model), its number type, and whether the run's rollouts and a Space go up too."""
 
     repo: str
     format: str | None = None

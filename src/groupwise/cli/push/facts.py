@@ -1,4 +1,4 @@
-"""What a run was told and what was measured of the version that it is about, read from its directory."""
+"""Reads from a run's directory its configuration and the measurements of the version that is pushed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What was written: how many rows of how many steps."""
+    """Counts of what was written: the rows, and the steps they are of."""
 
     rows: int
     steps: int

@@ -1,9 +1,9 @@
-"""What of the runs is in the report: the answers that `groupwise ui` would give, as far as the file may grow.
+"""Collects a report's data from the runs: the answers that `groupwise ui` would give, as far as the file may grow.
 
-Metrics, health, evaluations and configuration are whole, but that a very long run has every so many steps. Of
-completions there are as many as fit: whole steps, spread over the run, and of a step that is large by itself the groups
-whose rewards differ most, which are those that taught.
-Pictures are small, and so many of them as fit (`pictures`). What is left out is said in `left_out`.
+Metrics, health, evaluations and configuration are complete; only a very long run's metrics are thinned, to every so
+many steps. Completions are taken as long as they fit: whole steps, spread over the run, and of a step that is too large
+by itself the groups whose rewards differ most, which are those that taught. Pictures are scaled down, and as many are
+taken as fit (`pictures`). `left_out` says what is left out.
 
 Text of models and users goes in as text: what would hide or reorder it is made visible.
 """

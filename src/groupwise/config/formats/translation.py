@@ -23,7 +23,7 @@ MISSING = "missing"  # the origin of what a run needs and a file does not say
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """Something to know about a key: `place` is the key with its file and line."""
+    """A note for the user about a key: `place` is the key with its file and line."""
 
     place: str
     text: str

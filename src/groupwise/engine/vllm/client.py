@@ -74,7 +74,8 @@ class ServerLost(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself. `name` is what requests for the base model are addressed to."""
+    """Facts that a server reports about itself. `name` is the model name to which requests for the base model are
+    addressed."""
 
     version: str
     name: str

@@ -115,9 +115,9 @@ class _Homes:
 
 
 class Fleet:
-    """All servers. `prepare` accepts one and gives it what it must have; `rows` is how many completions each samples at
-    once, None if that is nobody's business here; `before_waking` is called, in a thread, when those that slept are to
-    take the GPUs' memory again. Use it in one event loop."""
+    """All servers. `prepare` accepts one and loads the versions that it must have; `rows` is how many completions each
+    samples at once, None if the fleet does not limit them; `before_waking` is called, in a thread, when those that
+    slept are to take the GPUs' memory again. Use it in one event loop."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How far a server's log-probabilities may be from the trainer's, and when they are too far: a check of few tokens.
+"""Checks on a few tokens how far a server's log-probabilities are from the trainer's, and whether that is too far.
 
 In float32 two computations of one model differ by 1e-5 nats, and anything else differs by more than 1e-4. In 16 bits
 rounding alone is 0.01 to 0.05 nats a token, and in a mixture of experts, whose routers choose other experts now and
@@ -11,7 +11,7 @@ then, single tokens differ by whole nats: 0.1 in the mean and more, in a server 
     again      what seems too far is looked at once more, over `AGAIN` times as many other tokens, and all count
     a warning  what is further off than the tolerance and within the limit
 
-A tolerance that somebody sets (`vllm.tolerance`) is the limit, as is float32's.
+A tolerance that is configured (`vllm.tolerance`) is the limit, as is float32's.
 """
 
 from __future__ import annotations

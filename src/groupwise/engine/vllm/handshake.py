@@ -66,7 +66,7 @@ class Accepted:
 
 
 class Handshake:
-    """What a run expects of its servers.
+    """Checks that a server samples from the run's model, before the run uses it.
 
     Args:
         base: the trainer's model.

@@ -1,4 +1,5 @@
-"""How bytes get from the learner's rank 0 to one vLLM server: over NCCL, in a GPU's memory that both see, over gloo.
+"""Links from the learner's rank 0 to one vLLM server, over which weights are sent: over NCCL, in a GPU's memory that
+both see, over gloo.
 
     nccl            a group of rank 0 and the server's workers, on other GPUs, of this or other machines
     ipc             a server on the learner's own GPU reads the bytes where they are

@@ -1,4 +1,5 @@
-"""From a configuration to vLLM as the engine: what vLLM must know of a run, and whom the run asks."""
+"""Opens vLLM as a run's engine, from its configuration: tells vLLM what it must know of the run, and the run whom to
+ask."""
 
 from __future__ import annotations
 

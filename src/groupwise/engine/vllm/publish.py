@@ -1,4 +1,4 @@
-"""From the trainer's disk to vLLM: a version's own copy, its own name, a canary, a lease.
+"""Publishes a version from the trainer's disk to vLLM: with its own copy, its own name, a canary, a lease.
 
 publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
           vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
@@ -36,7 +36,7 @@ _PLAIN = re.compile(r"[^\w.-]")  # what vLLM's names and directories are not to 
 
 
 class TrainerScores(Scores, Protocol):
-    """What the trainer thinks of a completion: the local engine over the same base weights."""
+    """The trainer's scores of completions: the local engine over the same base weights."""
 
     def load(self, version: PolicyVersion, directory: Path) -> None: ...
 

@@ -41,7 +41,8 @@ NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of this environme
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What vLLM must know of a run: its model, `targets` and `rank` of its adapters, `rows` completions at once."""
+    """The facts about a run that vLLM is started with: its model, `targets` and `rank` of its adapters, `rows`
+    completions at once."""
 
     model: str
     dtype: str
@@ -57,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLaunch:
-    """How a server is started. `log` is a file, None for this process's stderr."""
+    """The command line and environment that start a server. `log` is a file, None for this process's stderr."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]

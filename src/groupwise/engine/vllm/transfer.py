@@ -39,7 +39,7 @@ Run = Callable[[Coroutine[Any, Any, T]], "Future[T]"]
 
 @dataclass
 class Way:
-    """How a server gets whole models: over a link of this kind, or (None) as files, and `why`."""
+    """The way in which a server gets whole models: over a link of this kind, or (None) as files, and `why`."""
 
     kind: str | None
     why: str = ""
@@ -72,7 +72,7 @@ def in_words(way: Way) -> str:
 
 
 class Transfers:
-    """All servers' ways.
+    """Sends whole models to all servers, to each in its own way.
 
     Args:
         run: runs a coroutine in the servers' event loop, from another thread.

@@ -29,8 +29,8 @@ from groupwise.types import PolicyVersion
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What a version is made of, as long as it is the newest: `write` writes its checkpoint into a directory, `stream`
-    gives every tensor of that."""
+    """The weights of a version, available as long as it is the newest: `write` writes its checkpoint into a directory,
+    `stream` gives every tensor of it."""
 
     write: Callable[[Path], None]
     stream: Callable[[TakeTensor], None]

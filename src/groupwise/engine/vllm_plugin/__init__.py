@@ -1,1 +1,2 @@
-"""What runs inside vLLM's own processes: a directory for their PYTHONPATH, whose modules import nothing of ours."""
+"""Plugins that run inside vLLM's own processes: a directory for their PYTHONPATH, whose modules import nothing of
+ours."""

@@ -27,7 +27,8 @@ class Extension:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the sender, rank 0, and a server's workers meet, and after how many seconds without a byte they part."""
+    """The address at which the sender, rank 0, and a server's workers meet, and after how many seconds without a byte
+    they part."""
 
     host: str
     port: int
@@ -85,7 +86,7 @@ def _register() -> None:
 
     @dataclass
     class InitInfo(WeightTransferInitInfo):
-        """`Meeting`, and the rank of the server's first worker."""
+        """The `Meeting` to join, and the rank of the server's first worker."""
 
         host: str
         port: int

@@ -1,1 +1,1 @@
-"""How models write what they say, one file a format: tool calls and thoughts, read, written and constrained."""
+"""Reads, writes and constrains the replies of models: tool calls and thoughts, one file a format."""

@@ -36,7 +36,7 @@ class _Writer(CallWriter):
 
 
 class DeepSeekV3(SectionFormat):
-    """What kind of tool it is, a separator, a name, and the arguments as a block of JSON."""
+    """DeepSeek V3's calls: the kind of the tool, a separator, its name, and the arguments as a block of JSON."""
 
     name, tail, between, writes = "deepseek_v3", "\n```", "\n", _Writer
     start, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

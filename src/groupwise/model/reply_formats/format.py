@@ -1,4 +1,5 @@
-"""What a format of replies is: how it is known, how its calls and thoughts are read, written, shown again, constrained.
+"""The base of all reply formats: how one is known, how its calls and thoughts are read, written, shown again,
+constrained.
 
     known         `shown_in` of a chat template
     read          `pieces` of a whole text, `parser` for one that arrives in pieces
@@ -6,11 +7,12 @@
     shown again   `history`: earlier messages as the family's template takes them
     constrained   `writer`: calls of given tools as a grammar
 
-A format is a file beside this one, and all that knows it; `known.FORMATS` lists them. Nothing else asks which it is.
+Each format is a file next to this one, and only that file knows it; `known.FORMATS` lists them. No other code asks
+which format it has.
 
 A call ends where its JSON, or whatever else it is made of, has ended: a marker inside a string closes nothing. A call
-that was begun and cannot be used is no error: it is a `MalformedCall`, with a reason and its place, which can be sent
-back to the model, and its text stays in the content.
+that was begun and cannot be used ends nothing: it becomes a `MalformedCall`, with a reason and its place, which can be
+sent back to the model, and its text stays in the content.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class MalformedCall:
 
 
 class ReplyFormat(ABC):
-    """How a family of models writes replies.
+    """A format in which a family of models writes replies.
 
     Attributes:
         name: what it is called, in pages and reports.

@@ -49,7 +49,7 @@ class _Writer(CallWriter):
 
 
 class Harmony(ReplyFormat):
-    """Messages with headers."""
+    """gpt-oss's format: messages with headers."""
 
     name, start, end = "harmony", f"{CHANNEL}commentary to=", "<|call|>"
     thought = ThoughtMarks(THOUGHT, f"<|end|>{START}assistant")

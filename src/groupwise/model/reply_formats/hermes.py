@@ -21,7 +21,7 @@ class _Writer(CallWriter):
 
 
 class Hermes(EnclosedFormat):
-    """JSON between tags."""
+    """The format of Hermes and Qwen: calls as JSON between tags."""
 
     name, start, end, writes = "hermes", "<tool_call>", "</tool_call>", _Writer
 

@@ -158,7 +158,7 @@ class XmlWriter(CallWriter):
 
 
 class Texts:
-    """What strings a schema allows: `values`, or any of `least` to `most` characters."""
+    """The strings that a schema allows: `values`, or any of `least` to `most` characters."""
 
     def __init__(self, schema: Mapping[str, Any]):
         of_const = [schema["const"]] if "const" in schema else []

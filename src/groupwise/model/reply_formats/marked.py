@@ -17,8 +17,8 @@ from groupwise.model.reply_formats.parser import OpenCall, ReplyParser, ReplyPar
 
 @dataclass(frozen=True)
 class Span:
-    """What was read from text[start:end]: a call, the reason why it is none (a str), or None for text that began like
-    one."""
+    """A stretch text[start:end] that was read: a call, the reason why it is none (a str), or None for text that only
+    began like one."""
 
     what: ParsedCall | str | None
     start: int

@@ -37,7 +37,7 @@ class _ArgsWriter(CallWriter):
 
 
 class Mistral(MarkedFormat):
-    """All calls in one list behind the marker."""
+    """Mistral's format: all calls in one list behind the marker."""
 
     name, start, writes = "mistral", TOOL_CALLS, _ListWriter
 

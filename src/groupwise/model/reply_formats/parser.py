@@ -45,7 +45,7 @@ class ReplyPart:
 
 
 class ReplyParser(ABC):
-    """What splits one reply."""
+    """Splits one reply into parts (text, thoughts, calls) while it arrives."""
 
     _text = ""  # not decided yet
 

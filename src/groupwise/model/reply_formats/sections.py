@@ -14,7 +14,7 @@ from groupwise.model.reply_formats.marked import MarkedFormat, Span
 
 
 class SectionFormat(MarkedFormat):
-    """Between `start` and `end` stand calls.
+    """A format with a section of calls, between `start` and `end`.
 
     Attributes:
         call_start: the marker with which one begins.

@@ -67,7 +67,7 @@ class MethodRow:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvReport(CheckResult):
-    """What is to be said of an environment; `shown` is the episode to look at."""
+    """Results of `groupwise env check`; `shown` is the episode to look at."""
 
     cases: int
     tools: tuple[str, ...]

@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """What is to be checked: `env` as in a run, and what it is played with. `model` plays unless `scripts_only`; its
-    tokenizer is used in any case, with the chat template that `chat` says. `scored`: the run has reward functions,
-    which are not called here."""
+    """An environment to check: `env` as in a run, and the policies to play it with. `model` plays unless
+    `scripts_only`; its tokenizer is used in any case, with the chat template that `chat` says. `scored`: the run has
+    reward functions, which the check does not call."""
 
     env: EnvConfig
     params: SamplingParams

@@ -81,7 +81,7 @@ class Difference:
 
 @dataclass(kw_only=True)
 class EnvTrial:
-    """What came of it."""
+    """The episodes that were played to check an environment, and how repeated ones differ."""
 
     opened: Opened
     episodes: list[Played] = field(default_factory=list)
@@ -115,7 +115,7 @@ async def try_out(opened: Opened, *, engine: Sampler | None, episodes: int, seed
 
 
 class _Player:
-    """Fills a Trial."""
+    """Plays an environment and collects an `EnvTrial`."""
 
     def __init__(self, opened: Opened, seed: int):
         self.trial, self._opened, self._seed = EnvTrial(opened=opened), opened, seed

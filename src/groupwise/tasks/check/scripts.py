@@ -1,8 +1,9 @@
-"""What `groupwise env check` says to an environment without a model: replies that policies come up with early on.
+"""Scripted replies with which `groupwise env check` plays an environment without a model: those that policies come up
+with early on.
 
-Each script is a policy: it answers whatever it hears in its own way, turn after turn. Nobody would pay for any of
-them, so that what an environment gives them is what a policy can have without doing its task. They write tool calls
-in the format of the model's chat template, with arguments made up from the tool's schema.
+Each script is a policy: it answers whatever it hears in its own way, turn after turn. No script does a task, so that
+the rewards which an environment gives them are those that a policy can have without doing its task. Scripts write tool
+calls in the format of the model's chat template, with arguments made up from the tool's schema.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _WORDS = "some water runs under a small bridge while birds sleep in tall trees a
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptInput:
-    """What a script goes by: the number of the turn (from 0), the tools on offer and how a call is written, and what
-    the policy was told as text."""
+    """The input of a script: the number of the turn (from 0), the tools on offer and the format of a call, and what the
+    policy was told as text."""
 
     turn: int
     tools: Tools

@@ -1,4 +1,4 @@
-"""Which methods of an environment were called, how long each took, and what came of it."""
+"""Records the calls of an environment's methods: how long each took, and its result or error."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def _content(content: str | Sequence[TextBlock | ImageBlock] | None) -> str | li
 
 
 class ToolResultBlock(BodyPart):
-    """What a tool call came to. `is_error` is not shown to the model: say it in the content."""
+    """Result of a tool call. `is_error` is not shown to the model: say it in the content."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -295,7 +295,7 @@ class NamedChoice(BodyPart):
 
 
 class Thinking(BodyPart):
-    """Whether the model is to think, where its chat template reads that. No budget is kept: `max_tokens` ends all."""
+    """Switch for the model's thinking, where its chat template reads one. No budget is kept: `max_tokens` ends all."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -309,7 +309,7 @@ class JsonFormat(BodyPart):
 
 
 class OutputConfig(BodyPart):
-    """What the reply is to look like. `effort` changes nothing."""
+    """The form that the reply is to have. `effort` changes nothing."""
 
     effort: str | None = None
     format: JsonFormat | None = None

@@ -172,7 +172,7 @@ def as_messages(messages: Sequence[ChatMessage]) -> tuple[types.Message, ...]:
 
 # ---- tools ----
 class FunctionSchema(BodyPart):
-    """What a tool is called, does, and takes (JSON Schema)."""
+    """A tool's name, description and parameters (JSON Schema)."""
 
     name: FunctionName
     description: str | None = None
@@ -228,7 +228,7 @@ class JsonSchemaFormat(NullIsAbsent, BodyPart):
 
 
 class ResponseFormat(NullIsAbsent, BodyPart):
-    """What the answer is: text, a JSON object, or JSON that a schema allows."""
+    """The form of the answer: text, a JSON object, or JSON that a schema allows."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None

@@ -1,4 +1,4 @@
-"""What the dialects share: a request in one form (OpenAI's chat completions), and a reply as parts and an ending.
+"""The common form of the dialects: a request as OpenAI's chat completions have it, a reply as parts and an ending.
 
     a body of a dialect  ->  `DialectRequest.chat()`: the same as a body of /v1/chat/completions  ->  the policy
     the policy's reply   ->  `ReplyPart`s and an `Ending`  ->  a `Writer`: events of the dialect, and the whole answer
@@ -277,7 +277,7 @@ def call(id: str, name: str, arguments: str) -> dict[str, Any]:
 # ---- replies ----
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a reply ended: `stop`, `length` or `tool_calls`; `stop` is the stop string that ended it, if one did; `full`
+    """The end of a reply: `stop`, `length` or `tool_calls`; `stop` is the stop string that ended it, if one did; `full`
     says that it was cut where the context ends, before it had as many tokens as it might have."""
 
     finish_reason: str

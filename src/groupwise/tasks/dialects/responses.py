@@ -59,7 +59,7 @@ class TextContent(BodyPart):
 
 
 class RefusalContent(BodyPart):
-    """What the assistant said when it refused."""
+    """Text with which the assistant refused to answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -141,7 +141,7 @@ class FunctionCallItem(BodyPart):
 
 
 class FunctionOutputItem(BodyPart):
-    """What a tool call came to."""
+    """Result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: CallId

@@ -66,7 +66,8 @@ class Share(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """How much more often answers of one kind are called good, at the same truth, with its interval; of how many."""
+    """A judge's bias: how much more often answers of one kind are called good, at the same truth, with its interval;
+    `of` is the number of answers."""
 
     difference: float
     low: float
@@ -81,7 +82,7 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What is known of a judge.
+    """Measurements of a judge against known verdicts, and whether it is believed.
 
     `good_seen` is the share of good answers that it calls good, `bad_seen` of bad ones that it does not; `balanced` is
     their mean, and `p` the chance that a judge who knows nothing does as well. `agrees` is the share of all verdicts

@@ -1,4 +1,4 @@
-"""What all logs come to: exchanges with a model, what is known of how good an answer was, and who asked.
+"""The common form of all logs: exchanges with a model, outcomes that say how good an answer was, and who asked.
 
 Exchange    the conversation before an answer, and the answer
 Outcome     a score of an answer, or what should have been said, by the id of the answer, its trace or conversation
@@ -36,9 +36,9 @@ EPOCHS = (1e17, 1e9), (1e14, 1e6), (1e11, 1e3)  # a time from here on is in nano
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Something that is known of an answer. `id` is that of the answer, of its request, trace or conversation; of the
+    """A score or a correction of an answer. `id` is that of the answer, of its request, trace or conversation; of the
     last two, their last answer is meant. `value` is a score as the log has it (see `outcomes.scaled`), `edited` the
-    text that should have been said, `rating` the id of the outcome itself: what has the same one is the same."""
+    text that should have been said, `rating` the id of the outcome itself: outcomes with the same one are the same."""
 
     id: str
     name: str
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Belongs:
-    """Who asked in a trace, and in which conversation."""
+    """The user and the conversation that a trace belongs to."""
 
     id: str
     user: str | None = None
@@ -81,7 +81,7 @@ class Exchange:
 
 
 class Bad(NamedTuple):
-    """Something that cannot be used, and why."""
+    """A part of a log that cannot be used, with the reason."""
 
     place: str
     reason: str

@@ -41,7 +41,7 @@ TURNS = ("last", "each")
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
-    """How logs are imported.
+    """Options of an import of logs.
 
     Args:
         turns: `last`: a prompt is the conversation before the answer of each request; `each`: also before every earlier

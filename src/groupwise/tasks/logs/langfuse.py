@@ -35,7 +35,7 @@ EDITED = ("correction", "corrected output", "edited", "expected_output", "expect
 
 
 class Langfuse:
-    """A `LogFormat`."""
+    """The `LogFormat` of Langfuse's exports."""
 
     name = "Langfuse"
 

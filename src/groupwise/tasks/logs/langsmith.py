@@ -23,7 +23,7 @@ USER = ("user_id", "user", "userId")
 
 
 class LangSmith:
-    """A `LogFormat`."""
+    """The `LogFormat` of LangSmith's exports."""
 
     name = "LangSmith"
 

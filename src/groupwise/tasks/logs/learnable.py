@@ -1,4 +1,4 @@
-"""What can be learned from the prompts of a log, as rows that a run reads.
+"""Makes rows that a run trains on from the exchanges of a log.
 
     prompt_rows    for `kind: grpo`    prompt, tools, and columns for rewards: `answer`, `logged`, `score`, `asked`, ..
     example_rows   for `kind: sft`     edited answers, and answers whose mean score is above a half

@@ -1,12 +1,12 @@
-"""Which prompts are nearly the same: those that share at least `alike` of their runs of three words (Jaccard's index).
+"""Finds nearly equal prompts: those that share at least `alike` of their runs of three words (Jaccard's index).
 
-    alike_ones  of each prompt the earlier one in whose place it is not needed, and all that hang together
-    texts_of    what of a conversation is compared: what was said last, and all of it, without the system's message
+    alike_ones  for each prompt the earlier one that stands for it, and the groups of prompts that are alike
+    texts_of    the two texts of a conversation that are compared: its last messages, and all but the system's
 
-All pairs that are so alike are found, and no others: two sets of which one shares so much with the other share one of
-the rarest elements of each (prefix filtering: Bayardo, Ma and Srikant 2007), and only prompts that do are compared.
-Conversations are alike where both what was said last and the whole are. Runs of words that more than a fifth of all
-prompts have are a template, and do not count.
+All pairs that are so alike are found, and no others: two sets that share so much share one of the rarest elements of
+each (prefix filtering: Bayardo, Ma and Srikant 2007), and only prompts that do are compared. Conversations are alike
+where both their last messages and all their messages are. Runs of words that more than a fifth of all prompts have are
+a template, and do not count.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def shingles(text: str) -> frozenset[int]:
 
 
 def alike_ones(prompts: Sequence[Sequence[Message]], *, alike: float) -> tuple[dict[int, int], Together]:
-    """Return for each prompt that is like an earlier one that was kept, that one; and which prompts hang together,
-    being alike themselves or through others. `alike` is above 0; 1 means the same runs of words."""
+    """Return for each prompt that is like an earlier one that was kept, that earlier one; and the groups of prompts
+    that are alike, directly or through others. `alike` is above 0; 1 means the same runs of words."""
     texts = [texts_of(each) for each in prompts]
     last, whole = (_ranked([shingles(each[at]) for each in texts]) for at in (0, 1))
     having: dict[int, list[int]] = defaultdict(list)  # a rare element -> the prompts that have it

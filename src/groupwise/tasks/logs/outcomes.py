@@ -1,4 +1,5 @@
-"""What is known of how good answers were: read from a file of its own, brought to one scale, joined to exchanges.
+"""Reads outcomes (how good answers were) from a file of their own, brings them to one scale, and joins them to
+exchanges.
 
 read_outcomes   {"id": .., "thumb": "up"}, {"id": .., "resolved": false}, {"id": .., "edited": "It is 185."}, a row each
 joined          the outcomes of each exchange, and the ids that are in no exchange

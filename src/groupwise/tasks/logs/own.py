@@ -20,7 +20,7 @@ from groupwise.types import FinishReason
 
 
 class OwnRollouts:
-    """A `LogFormat`."""
+    """The `LogFormat` of our own rollouts."""
 
     name = "Groupwise's rollouts"
 

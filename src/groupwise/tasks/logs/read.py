@@ -33,7 +33,7 @@ UNKNOWN = "no format knows it"
 
 @dataclass
 class Logs:
-    """What was read. `rows` counts what stood in the files, `formats` the rows of each system."""
+    """The contents of logs that were read. `rows` counts the rows of the files, `formats` the rows of each system."""
 
     exchanges: list[Exchange] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)

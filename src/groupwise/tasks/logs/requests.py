@@ -46,7 +46,7 @@ Halves = list[tuple[str, Mapping[str, Any]]]  # places and rows
 
 
 class RequestLogs:
-    """A `LogFormat`."""
+    """The `LogFormat` of logged requests to OpenAI's and Anthropic's APIs."""
 
     name = "requests to OpenAI's and Anthropic's APIs"
 

@@ -47,7 +47,7 @@ KINDS = ("stringValue", "boolValue", "doubleValue")
 
 @dataclass
 class _Call:
-    """What is known of one span so far."""
+    """The parts of one span that have been read so far."""
 
     place: str
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class _Call:
 
 
 class Spans:
-    """A `LogFormat`."""
+    """The `LogFormat` of OpenTelemetry spans."""
 
     name = "OpenTelemetry's spans and events"
 

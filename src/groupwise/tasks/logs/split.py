@@ -1,12 +1,13 @@
-"""Which exchanges are held out: the newest, and nothing that hangs together with what is trained on.
+"""Decides which exchanges are held out: the newest, and none that is connected to one that is trained on.
 
-    Together    numbers, and which of them hang together
-    held_out    of what hangs together (by user, conversation, trace), the groups that began last
-    by_lot      of prompts that both sides asked, or nearly, those that are held out, and forgotten on the other side
+    Together    groups of connected exchanges, by their numbers
+    held_out    the groups that began last
+    by_lot      whether prompts that both sides asked, or nearly, are held out, and left out of training
 
-What hangs together is on one side, and a group that would be more than the wanted share is trained on. Were prompts
-that many users ask ("hello") to join these users, everything would soon hang together; so such a prompt is given to one
-side by lot, its answers to the users of that side stay, and the others are left out.
+Exchanges are connected by their user, conversation or trace. A connected group is on one side as a whole; a group that
+is larger than the wanted share is trained on. A prompt that many users ask ("hello") does not connect these users, or
+everything would soon be one group: lots are drawn for such a prompt, its answers to the users of the side that is drawn
+stay, and the others are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 
 class Together:
-    """Numbers from 0, and which of them hang together (union-find)."""
+    """The numbers from 0, in groups that grow as numbers are joined (union-find)."""
 
     def __init__(self, size: int):
         self._above = list(range(size))
@@ -40,7 +41,7 @@ class Together:
             self.join(number, seen.setdefault(key, number))
 
     def groups(self) -> list[list[int]]:
-        """Return what hangs together, in the order of the first of each."""
+        """Return the groups, in the order of the first number of each."""
         found: dict[int, list[int]] = defaultdict(list)
         for number in range(len(self._above)):
             found[self._root(number)].append(number)

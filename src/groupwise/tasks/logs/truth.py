@@ -145,9 +145,9 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """How many of the answers that a log teaches are `wrong`, of those that were `checked`, and what share may be, with
-    confidence 95 %. `alike` is what prompts with wrong answers have in common, of the whole log; None is nothing.
-    `perhaps` are phrases that they may have in common, and `texts` the prompts that say so."""
+    """The share of wrong answers among those that a log teaches: `wrong` of `checked`, and `most`, the largest share
+    that there may be with confidence 95 %. `alike` is what prompts with wrong answers have in common, of the whole log;
+    None is nothing. `perhaps` are phrases that they may have in common, and `texts` the prompts that say so."""
 
     checked: int
     wrong: int

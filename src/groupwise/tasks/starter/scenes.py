@@ -54,7 +54,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Thing:
-    """What is in a place: a shape in a colour, or a digit, which is black."""
+    """The content of a place in a scene: a shape in a colour, or a digit, which is black."""
 
     what: str
     colour: str = "black"

@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mix:
-    """What supervised conversations are made of: shares of the skills and of the styles that are asked for, and for a
+    """The mixture of supervised conversations: shares of the skills and of the styles that are asked for, and for a
     style the share of answers that ignore it (`STYLE_NOISE` where it is not named)."""
 
     skills: Mapping[str, float] = field(default_factory=lambda: SKILL_WEIGHTS)
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Skill:
-    """What a skill is, how its exact match is judged, and how one of its cases is drawn."""
+    """A skill of the starter: its description, how its exact match is judged, and how one of its cases is drawn."""
 
     name: str
     description: str
