@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from groupwise.run.sweep import Heat, Outcome, SweptRun, heats, run_sweep, why_a
 from groupwise.run.sweep_display import open_sweep_display
 from groupwise.store.rundir import owned
 from groupwise.store.tracking import read_metrics
+from groupwise.train.processor_turns import ProcessorTurns
 from groupwise.train.together import JointPasses
 from wording import raises, wording
 
@@ -93,6 +96,52 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+class CountedTurns(ProcessorTurns):
+    """Counts how many threads compute at a time, by what they are for: decoding, or training."""
+
+    def __init__(self, count: int):
+        super().__init__(count)
+        self.inside, self.most, self.kinds = 0, 0, Counter[str]()
+        self._counting = threading.Lock()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        with self._counting:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            self.kinds[threading.current_thread().name.partition("_")[0]] += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._counting:
+            self.inside -= 1
+        super().__exit__(*error)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("joins", [True, False], ids=["small micro-batches", "large ones"])
+def test_no_more_threads_compute_at_a_time_than_there_are_for_one_run(
+    project: Project, joins: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Engines and learners of all runs, whether micro-batches meet in joint passes or are computed by themselves."""
+    places: list[JointPasses] = []
+
+    def place(*, at_once: int) -> JointPasses:
+        places.append(JointPasses(at_once=at_once))
+        places[-1].turns = CountedTurns(at_once)
+        return places[-1]
+
+    monkeypatch.setattr("groupwise.run.sweep.JointPasses", place)
+    if not joins:
+        monkeypatch.setattr("groupwise.train.together.JOIN_TOKENS", 0)
+    torch.set_num_threads(1)
+    outcomes, _ = trained(swept(project, {"a": ["seed=0"], "b": ["seed=1"], "c": ["seed=2"]}, "train.steps=1"))
+    assert all(outcome.result is not None and outcome.result.trained for outcome in outcomes.values())
+    turns = places[0].turns
+    assert isinstance(turns, CountedTurns)
+    assert turns.most == 1 and turns.inside == 0
+    assert min(turns.kinds["groupwise-engine"], turns.kinds["learner"]) >= 3, turns.kinds
 
 
 @pytest.mark.usefixtures("threads")

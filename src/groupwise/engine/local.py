@@ -31,7 +31,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -104,6 +104,9 @@ class Lanes:
         return sum(lane.load for lane in self.every)
 
 
+NO_TURNS = nullcontext()  # of an engine that nothing in the process computes beside
+
+
 @dataclass(frozen=True)
 class Replaced:
     """The version that samples in the place of another (`LocalEngine.replace`), and its weights."""
@@ -130,10 +133,14 @@ class LocalEngine(Scores):
             CPU as much as `max_rows` need. Of the packed forward only.
         reserved_rows: how many of them only interactive requests may use.
         paced_rows: how many of them batches may use while interactive requests run (`RowBudget`); None: all others.
+        prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
+        draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
+        compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be. None: on a
             CUDA GPU, for models that can be compiled.
         dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: as they are.
         threads: of torch, for all lanes together. None: as many as torch has here.
         record_routing: of a mixture, record the experts of each token (`Completion.routed_experts`).
+        turns: entered for each step of a decoder, where engines and learners beside this one share the processors.
         lanes: at most so many decoders side by side, and as many for interactive requests. None: as many as threads, on
             a CPU in packed rows.
 
@@ -161,6 +168,7 @@ class LocalEngine(Scores):
         lanes: int | None = None,
         record_routing: bool = False,
         cache_bytes: int | None = None,
+        turns: AbstractContextManager[object] = NO_TURNS,
     ):
         if not 0 <= reserved_rows < max_rows:
             raise ConfigError(f"reserved_rows is {reserved_rows}; it must be at least 0 and less than {max_rows}")
@@ -172,7 +180,7 @@ class LocalEngine(Scores):
             check_rounded(dtype, base.model)
             if compile:
                 raise ConfigError("dtype cannot be had with compile: compiled steps take weights in float32")
-        self._base, self._model = base, share_weights(base.model)
+        self._base, self._model, self._turns = base, share_weights(base.model), turns
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         why = why_twin_not_packed(base, self._model)
         self.packed = why is None
@@ -668,11 +676,12 @@ class LocalEngine(Scores):
                 continue
             free, began = self._budget.free, time.monotonic()
             try:
-                self._drop_cancelled(lane)
-                got = decoder.admit(lane.urgent, lane.waiting)
-                lane.refused = None if got or decoder.active else free
-                if decoder.active:
-                    decoder.decode()
+                with self._turns:
+                    self._drop_cancelled(lane)
+                    got = decoder.admit(lane.urgent, lane.waiting)
+                    lane.refused = None if got or decoder.active else free
+                    if decoder.active:
+                        decoder.decode()
             except Exception as error:  # the boundary of the thread: whoever waits must hear of it
                 self._fail(lane, error)
             now = time.monotonic()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from groupwise.config.run import RunConfig
-from groupwise.engine.local import LocalEngine
+from groupwise.engine.local import NO_TURNS, LocalEngine
 from groupwise.engine.vllm.installed import faster_with_vllm
 from groupwise.errors import ConfigError, GrammarError
 from groupwise.model.load import LoadedModel
@@ -164,7 +164,9 @@ def open_components(
         if remote is not None and remote.engine is not None:
             engine = remote.engine(config, base)
         else:
-            engine = open_engine(config, base, threads=threads, learner=learner, starters=starters, say=say)
+            engine = open_engine(
+                config, base, threads=threads, beside=beside, learner=learner, starters=starters, say=say
+            )
         opened.callback(engine.close)
         check_in_flight(config, engine)
         check_grammar(config, engine, base.tokenizer)
@@ -205,20 +207,21 @@ def open_engine(
     base: LoadedModel,
     *,
     threads: int,
+    beside: Beside | None = None,
     learner: Learner | None = None,
     starters: Starters | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Sampler:
     """Return what samples. With vLLM the local engine is what versions are checked against, or the `learner` where no
     process has the whole base (`RunConfig.keeps_base`); `starters` say who starts its servers, and `say` is told while
-    they are waited for."""
+    they are waited for. The local engine takes turns with those `beside` it."""
     apart = learner if base.device.type == "meta" else None
     scores = None if apart is None else LearnerScores(apart)
     if scores is not None and config.never_samples:
         return scores
     own = None if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else threads
     if config.engine == "local":
-        return local_engine(config, base, threads=own)
+        return local_engine(config, base, threads=own, beside=beside)
     from groupwise.engine.vllm.open import open_vllm
     from groupwise.run.vllm_servers import give_unused_back
 
@@ -235,7 +238,9 @@ def open_engine(
     )
 
 
-def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = None) -> LocalEngine:
+def local_engine(
+    config: RunConfig, base: LoadedModel, *, threads: int | None = None, beside: Beside | None = None
+) -> LocalEngine:
     """Return the local engine, as `rollout` says."""
     rollout = config.rollout
     return LocalEngine(
@@ -246,6 +251,7 @@ def local_engine(config: RunConfig, base: LoadedModel, *, threads: int | None = 
         compile=rollout.compile,
         dtype=rollout.dtype,
         threads=threads,
+        turns=NO_TURNS if beside is None else beside.passes.turns,
         record_routing=True,
         cache_bytes=None if rollout.cache_gb is None else int(rollout.cache_gb * GIB),
     )

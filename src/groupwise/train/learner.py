@@ -671,7 +671,7 @@ class Learner:
             token_loss = term(batch, reference_N) if batch.rows else no_loss
             if (joined := self.strategy.passed(self, batch, temperature, token_loss)) is not None:
                 return batch, *joined
-            with self._replaying(batch) as recorded:
+            with self.strategy.turn(), self._replaying(batch) as recorded:
                 with self._seeded_dropout(number), self._routers.watched() as routed:
                     logprobs_N, entropy_N = self._logprobs(batch, temperature)
                 loss, metrics = token_loss(logprobs_N, entropy_N)

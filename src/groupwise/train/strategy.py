@@ -131,6 +131,10 @@ class SingleProcess:
         """Log-probability and entropy of the loss tokens [N]."""
         return (packed_logprobs if packed else plain_logprobs)(model, batch, temperature=temperature)
 
+    def turn(self) -> AbstractContextManager[object]:
+        """Context manager: a micro-batch that this learner computes by itself, while there is a processor for it."""
+        return nullcontext()
+
     def passed(self, learner: Learner, batch: MicroBatch, temperature: float, token_loss: TokenLoss) -> Passed | None:
         """Return the log-probabilities, metrics and gradients of a micro-batch that was computed with those of other
         learners; None: the learner computes it by itself."""

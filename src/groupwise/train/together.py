@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ from groupwise.train.joint_pass import Seat, joint_gradients, joint_logprobs
 from groupwise.train.joint_trial import why_not_as_alone
 from groupwise.train.lanes import is_light, torch_threads
 from groupwise.train.lora import term_of
+from groupwise.train.processor_turns import ProcessorTurns
 from groupwise.train.strategy import Passed, SingleProcess, TokenLoss
 
 if TYPE_CHECKING:
@@ -83,11 +84,13 @@ class JointPasses:
 
     Attributes:
         counts: of the passes so far.
+        turns: of the threads that compute: a pass, a micro-batch of one learner, or what else is computed beside them.
         why_not: why its learners compute alone: what a trial found to be different on this processor, if anything.
     """
 
     def __init__(self, *, at_once: int = 1):
         self._at_once = self._free = at_once
+        self.turns = ProcessorTurns(at_once)
         self.counts = PassCounts()
         self.why_not: str | None = None
         self._tried: list[str] = []  # models, by their hashes
@@ -204,7 +207,7 @@ class JointPasses:
 
     def _compute(self, taken: Sequence[_Waiting[Any]]) -> None:
         try:
-            with torch_threads(1):
+            with self.turns, torch_threads(1):
                 results = taken[0].compute([each.seat for each in taken])
         except Exception:  # each by itself: whose it is will see it
             log.debug("a pass of %d learners failed", len(taken), exc_info=True)
@@ -243,7 +246,11 @@ class Joined(SingleProcess):
             found = self._place.logprobs(Seat(model, batch, temperature))
             if found is not None:
                 return found
-        return super().logprobs(model, batch, temperature=temperature, packed=packed)
+        with nullcontext() if torch.is_grad_enabled() else self.turn():  # with a graph `Learner` has taken it
+            return super().logprobs(model, batch, temperature=temperature, packed=packed)
+
+    def turn(self) -> AbstractContextManager[object]:
+        return self._place.turns
 
     def passed(self, learner: Learner, batch: MicroBatch, temperature: float, token_loss: TokenLoss) -> Passed | None:
         if not learner.packed or learner.autocast is not None or not self._fits(learner.model, batch):
