@@ -295,7 +295,7 @@ class SamplingRequest:
     conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
     What is computed for a request is used for others that begin alike, if they have the same `apart`: by how quick it
     is, a request tells nothing of those of another. `conversation` names what it is a turn of, so that of several
-    servers the one is asked which has the turns before; "7/3" is one of group "7", whose beginning it shares.
+    servers the one is asked which has the turns before (`conversation_of`).
     """
 
     prompt_ids: tuple[int, ...]
@@ -306,6 +306,17 @@ class SamplingRequest:
     cache: bool = False
     apart: str = ""
     conversation: str = ""
+
+
+def conversation_of(group: int, number: int | None = None) -> str:
+    """Return what an engine is told that a turn is of (`SamplingRequest.conversation`): episode `number` of the group
+    with this seed, or, without one, the turn with which all of the group begin."""
+    return str(group) if number is None else f"{group}/{number}"
+
+
+def group_of_conversation(conversation: str) -> str:
+    """Return the conversation with which the group of this one begins."""
+    return conversation.partition("/")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
