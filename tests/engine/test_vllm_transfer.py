@@ -237,6 +237,15 @@ def test_of_two_servers_one_dies_and_reads_a_file_when_it_is_back(attach, model,
         assert holds(other, base) and len(other.sent) == 1 and len(one.sent) == 2 and files(engine) == []
 
 
+def trained_once(attach, peer: Peer, model: Callable[[], LoadedModel]) -> tuple[VllmEngine, LoadedModel]:
+    """An engine whose first version was sent to a server, and what it was sent from."""
+    base = model()
+    engine = attach(base, peer)
+    train(base)
+    engine.adopt(FIRST)
+    return engine, base
+
+
 def _restart(peer: Peer, model: Callable[[], LoadedModel]) -> None:
     peer.base = model()
     peer.start()
@@ -284,11 +293,8 @@ def test_a_server_of_ours_that_hangs_is_replaced_and_reads_files(attach, model, 
 
 
 def test_a_server_that_was_away_for_a_moment_keeps_what_it_has(attach, model):
-    base = model()
     with serving(model()) as peer:
-        engine = attach(base, peer)
-        train(base)
-        engine.adopt(FIRST)
+        engine, base = trained_once(attach, peer, model)
         peer.faults.hangs = True
         engine._loop.call_soon_threadsafe(engine._fleet.members[0].doubted.set)
         engine._fleet.give_up(engine._fleet.members[0].server, "it is tried")
@@ -298,11 +304,8 @@ def test_a_server_that_was_away_for_a_moment_keeps_what_it_has(attach, model):
 
 
 def test_a_server_that_comes_back_while_the_learner_trains_waits_for_the_next_version(attach, model):
-    base = model()
     with serving(model()) as peer:
-        engine = attach(base, peer)
-        train(base)
-        engine.adopt(FIRST)
+        engine, base = trained_once(attach, peer, model)
         asyncio.run(engine.rest())  # training begins
         peer.die()
         assert becomes(lambda: engine.servers[peer.url] is None)
