@@ -7,7 +7,6 @@ prints a line of JSON per fault. One process without other threads, so that a fo
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -117,7 +116,6 @@ class Place:
     def serve(self, *, seconds: float = 300) -> list[JobRecord]:
         """Have the worker do all jobs that there are, as many at once as it will; returns them, the oldest first."""
         failed: list[BaseException] = []
-        gc.freeze()  # as a worker's process does, which looks for garbage after each job
 
         def serve() -> None:
             try:
