@@ -235,8 +235,8 @@ def _look(state: Path) -> dict[str, Any]:
         "versions": [str(version) for version in versions],
         "hashes": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
         "moments": {
-            path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in (state / "optimizer").glob("*/learner.safetensors")
+            f"{path.parts[-3]}@{int(path.parts[-2][1:])}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (state / "adapters" / ".optimizer").glob("*/*/learner.safetensors")
         },
         "left": [str(path) for path in state.glob("checkpoints/*")] + [str(p) for p in store.root.glob(".staging*")],
         "waiting": len(ledger.jobs(states=[JobState.QUEUED])),

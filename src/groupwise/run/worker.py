@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from groupwise import platform
 from groupwise.errors import GroupwiseError, NotReadyError
 from groupwise.store import files
-from groupwise.store.adapters import AdapterStore
+from groupwise.store.job_checkpoint import trained_in
 from groupwise.store.keys import KeyFile
 from groupwise.store.ledger import Ledger
 
@@ -88,7 +88,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         if heartbeat.orphaned:  # for kernels that do not tell
             return
         heartbeat.start()
-        store = AdapterStore(state / "adapters")
+        store = trained_in(state)
         for warning in store.warnings:
             log.warning("%s", warning)
         base = _load(options, heartbeat, parent)

@@ -6,6 +6,8 @@
     <root>/.evaluations/     math@12.json: what others' suites measured of a version, oldest first
     <root>/.notes.json       what users wrote about versions: beside them, so that a note changes no byte of a version
     <root>/.refused/         why versions do not go live, a file each (`AdapterStore.refuse`)
+    <root>/.optimizer/       math/v000012/: AdamW's moments of the job that made math@12, with which the next of
+                             that name goes on; of the newest version that has any. They go when the version goes
     <root>/.quarantine/      what was found damaged, each with the reason
     <root>/.lock             flock: held for short moments by whoever gives out a number, moves or removes a version
 
@@ -36,7 +38,7 @@ from groupwise.types import BASE, PolicyVersion
 
 MAX_ACTIVATIONS = 256  # how far back rollback can go
 MAX_NOTE = 500  # characters
-REFUSED = ".refused"
+REFUSED, MOMENTS = ".refused", ".optimizer"
 
 _VERSION = re.compile(r"v([0-9]{6,12})")
 
@@ -412,6 +414,44 @@ class AdapterStore:
             raise AdapterError(f"{path} cannot be read: {error}", hint="move it away to record new results") from error
         return tuple(results)
 
+    # --- moments ---
+
+    def moments(self, version: PolicyVersion) -> Path | None:
+        """Return where the moments are with which training goes on from `version`; None where there are none."""
+        path = self._moments_path(version)
+        return path if path.is_dir() else None
+
+    def keep_moments(self, version: PolicyVersion, source: Path) -> None:
+        """Move the directory `source` to where a version's moments are, in place of those of older versions of its
+        name. Where the version is gone, or has some, or a newer one has, they are left."""
+        with files.writing(f"keeping the moments of {version}"), files.locked(self.root):
+            target = self._moments_path(version)
+            have = self._with_moments(version.name)
+            if not self._exists(version) or any(each.number >= version.number for each in have):
+                return
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source.rename(target)
+            files.fsync(target.parent)
+            for each in have:
+                shutil.rmtree(self._moments_path(each), ignore_errors=True)
+
+    def _with_moments(self, name: str) -> list[PolicyVersion]:
+        try:
+            matches = [_VERSION.fullmatch(entry) for entry in os.listdir(self.root / MOMENTS / name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [PolicyVersion(name, int(match[1])) for match in matches if match]
+
+    def _drop_stray_moments(self) -> None:
+        """Remove moments of versions that are gone, as a kill between the two may leave them. The lock is held."""
+        try:
+            names = os.listdir(self.root / MOMENTS)
+        except FileNotFoundError:
+            return
+        for version in (version for name in names for version in self._with_moments(name)):
+            if not self._exists(version):
+                shutil.rmtree(self._moments_path(version), ignore_errors=True)
+
     # --- removing ---
 
     def delete(self, version: PolicyVersion) -> None:
@@ -460,6 +500,7 @@ class AdapterStore:
             files.sweep(self.root)
             self._check_state()
             self._check_notes()
+            self._drop_stray_moments()
             for name in self.names():
                 for version in self.versions(name):
                     if damage := files.find_damage(self._directory(version), version=version, hashes=False):
@@ -546,6 +587,9 @@ class AdapterStore:
     def _notes_path(self) -> Path:
         return self.root / ".notes.json"
 
+    def _moments_path(self, version: PolicyVersion) -> Path:
+        return self.root / MOMENTS / version.name / f"v{version.number:06d}"
+
     def _evaluations_path(self, version: PolicyVersion) -> Path:
         return self.root / ".evaluations" / f"{version}.json"
 
@@ -622,6 +666,7 @@ class AdapterStore:
         with suppress(AdapterError):  # notes that cannot be read are set aside when a store is opened
             self._keep_note(version, None)
         self._evaluations_path(version).unlink(missing_ok=True)
+        shutil.rmtree(self._moments_path(version), ignore_errors=True)
 
     def _remove(self, version: PolicyVersion, *, held: bool = False) -> bool:
         """Take a version away in one step, then its files; whether it was. One that somebody holds stays, unless `held`
