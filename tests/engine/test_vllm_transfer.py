@@ -20,6 +20,7 @@ from groupwise.engine.vllm import links
 from groupwise.engine.vllm.engine import VllmEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.engine.vllm.server import RunningServer
+from groupwise.engine.vllm.transfer import as_kept
 from groupwise.errors import EngineError
 from groupwise.model.checkpoint_tensors import checkpoint_tensors
 from groupwise.model.load import LoadedModel
@@ -128,6 +129,58 @@ def test_chunks_end_where_vllm_ends_them(attach, model):
                 ends.append(size)
                 size = 0
         assert peer.chunks == [*ends, *[size] * (size > 0)] and len(ends) > 2
+
+
+@pytest.fixture
+def rounded(make_base) -> Callable[[], LoadedModel]:
+    """The same model in a server that keeps 16 bits."""
+    return partial(make_base, "qwen3", dtype=torch.bfloat16, context=192)
+
+
+@pytest.mark.parametrize("other", [Faults(silent=True), Faults(quantization="fp8")], ids=["silent", "fp8"])
+def test_what_a_server_keeps_in_16_bits_is_sent_in_16_bits(attach, model, rounded, other: Faults):
+    """And it has the same weights, to the bit, as one that rounds what it is sent."""
+    base, peers = model(), []
+    for faults in (Faults(), other):
+        with serving(rounded(), faults=faults) as peer:
+            attach(base, peer, dtype="bfloat16").adopt(FIRST)
+        peers.append(peer)
+    one, two = (peer.base.model.state_dict() for peer in peers)
+    assert all(torch.equal(each, two[name]) for name, each in one.items())
+    told, whole = ({name: each.dtype for name, each in peer.sent[0].items()} for peer in peers)
+    assert set(whole.values()) == {torch.float32}
+    assert {name for name, dtype in told.items() if dtype == torch.float32} == {name for name in told if "norm" in name}
+    assert 0.5 < sum(peers[0].chunks) / sum(peers[1].chunks) < 0.52
+
+
+def test_servers_of_several_types_are_sent_the_trainers(attach, model, rounded):
+    base = model()
+    with serving(rounded()) as one, serving(model()) as other:
+        attach(base, one, other, dtype="bfloat16").adopt(FIRST)
+        assert holds(other, base) and {each.dtype for each in one.sent[0].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", torch.bfloat16),
+        ("model.layers.0.mlp.experts.3.down_proj.weight", torch.bfloat16),
+        ("model.language_model.embed_tokens.weight", torch.bfloat16),
+        ("lm_head.weight", torch.bfloat16),
+        ("model.layers.0.self_attn.q_proj.bias", torch.float32),
+        ("model.layers.0.mlp.gate.weight", torch.float32),  # a router, in float32 in some of vLLM's models
+        ("model.layers.0.mlp.gate.e_score_correction_bias", torch.float32),
+        ("model.layers.0.linear_attn.A_log", torch.float32),
+    ],
+)
+def test_a_tensor_is_rounded_as_vllm_does_where_it_surely_does(name: str, sent: torch.dtype):
+    ties = torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-8, 3.4e38, 1e-40, float("nan"), float("inf"), 0.1])
+    kept, there = as_kept(name, ties, torch.bfloat16), torch.empty(8, dtype=torch.bfloat16)
+    there.copy_(ties)  # as vLLM loads a weight
+    assert kept.dtype == sent and torch.equal(kept.to(torch.bfloat16).view(torch.int16), there.view(torch.int16))
+    for other in (None, torch.float32, torch.float64):
+        assert as_kept(name, ties, other) is ties
+    assert as_kept(name, there, torch.float16) is there  # as many bytes
 
 
 def test_two_servers_are_sent_each_chunk_at_once(attach, model):
