@@ -18,9 +18,12 @@ from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import links
 from groupwise.engine.vllm.engine import VllmEngine
+from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.handshake import linear_names
+from groupwise.engine.vllm.publish import Shelf
 from groupwise.engine.vllm.server import RunningServer
-from groupwise.engine.vllm.transfer import as_kept
+from groupwise.engine.vllm.transfer import Transfers, as_kept
+from groupwise.engine.vllm.whole_models import WholeModel, WholeModels
 from groupwise.errors import EngineError
 from groupwise.model.checkpoint_tensors import checkpoint_tensors
 from groupwise.model.load import LoadedModel
@@ -261,6 +264,58 @@ def test_an_update_that_broke_in_the_middle_is_left_before_the_file_is_read(atta
         assert len(sent) == 3 and len(peer.chunks) == 2 and not peer._arrived
         assert holds(peer, base) and len(peer.checkpoints) == 2 and peer.sent == []
         assert engine.servers[peer.url] is not None
+
+
+def test_an_error_of_the_learner_amid_a_version_leaves_no_server_in_an_update(attach, model, monkeypatch):
+    """It would take nothing of the next run either, until it is restarted."""
+    base = model()
+
+    def breaks(model: object) -> Iterator[tuple[str, Tensor]]:
+        for number, each in enumerate(checkpoint_tensors(base.model)):
+            if number == 5:
+                raise RuntimeError("out of memory")
+            yield each
+
+    with serving(model()) as peer:
+        engine = attach(base, peer)
+        with monkeypatch.context() as patched:
+            patched.setattr("groupwise.engine.vllm.engine.checkpoint_tensors", breaks)
+            with pytest.raises(RuntimeError):
+                engine.adopt(FIRST)
+        assert not peer._updates and not peer._arrived and peer.sent == []
+        engine.close()
+        again = attach(base, peer)
+        train(base)
+        again.adopt(SECOND)
+        assert holds(peer, base) and len(peer.sent) == 1
+
+
+def test_a_server_does_not_take_weights_that_train_again_before_it_went_on():
+    """It waited for a version, and when it goes on the learner has begun the next step."""
+    transfers = Transfers("auto", device=torch.device("cpu"), timeout_s=1, run=asyncio.run, give_up=lambda *_: None)
+    first, shelf = WholeModel(lambda _: None, lambda _: None), Shelf(None)
+    whole = WholeModels(transfers, shelf, Gaps.__new__(Gaps), first=first, trains=True, prompt=PROMPT, timeout=1)
+    entered = list[bool]()
+
+    async def comes_back() -> None:
+        async with whole.standing():
+            entered.append(whole.stands)
+
+    async def steps() -> None:
+        await whole.begin_training()
+        back = asyncio.create_task(comes_back())
+        await asyncio.sleep(0)
+        whole.stand()
+        await whole.begin_training()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert entered == []
+        whole.stand()
+        await back
+
+    asyncio.run(steps())
+    shelf.close()
+    assert entered == [True]
 
 
 def test_what_was_sent_and_is_not_the_version_is_read_from_a_file(attach, model):

@@ -140,16 +140,22 @@ class Transfers:
 
     def send(self, servers: Sequence[VllmServer], label: str, stream: Callable[[TakeTensor], None]) -> None:
         """Have the servers take what `stream` gives, as `label`, if they can. Whichever has not got all of it says so
-        (`VllmServer.weights`). Not for the servers' own thread."""
+        (`VllmServer.weights`). Raises what `stream` raises; the servers are then brought out of the update, and read
+        files. Not for the servers' own thread."""
         taking = [server for server in servers if (way := self._ways.get(server)) is not None and way.kind is not None]
         if not taking:
             return
         sending = _Sending(self, taking, label)
         self._run(sending.open()).result()
-        if sending.servers:
-            stream(sending.take)
-            sending.flush()
+        try:
+            if sending.servers:
+                stream(sending.take)
+                sending.flush()
+                sending.settle()
+        except BaseException as error:
             sending.settle()
+            self._run(sending.abandon(error)).result()
+            raise
         self._run(sending.close()).result()
 
     def dtype(self, servers: Sequence[VllmServer]) -> torch.dtype | None:
@@ -288,6 +294,15 @@ class _Sending:
     async def close(self) -> None:
         """End the update of every server that has all."""
         await self._on_all(self._end)
+
+    async def abandon(self, error: BaseException) -> None:
+        """Give up the rest: what ends it is the learner's, and a server that waited for more would take nothing else
+        until it is restarted."""
+
+        async def fail(server: VllmServer) -> None:
+            raise EngineError(f"the weights broke off: {type(error).__name__}")
+
+        await self._on_all(fail)
 
     async def _end(self, server: VllmServer) -> None:
         await server.finish_update(self._label, timeout=self._transfers.timeout_s)
