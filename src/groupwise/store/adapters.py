@@ -128,7 +128,7 @@ class AdapterStore:
 
         with files.writing(f"reading {version}"):
             try:
-                return self._infos.get(f"{self._place(version)}/{files.SIDECAR}", read)
+                return self._infos.get(self._sidecar(version), read)
             except (FileNotFoundError, NotADirectoryError):
                 self._require(version)
                 return read()
@@ -564,9 +564,8 @@ class AdapterStore:
         target.parent.mkdir(exist_ok=True)
         self._forget(version)
         self._directory(version).rename(target)
-        self._health.pop(version, None)
+        self._forget_read(version)
         target.with_name(f"{target.name}.txt").write_text(f"{version}: {reason}\n", encoding="utf-8")
-        self._verified.discard(version)
         then = f"; it was active, {self.active} is active instead" if was_active else ""
         self.warnings.append(f"{version} is damaged ({reason}) and was moved to {target}{then}")
         return target
@@ -668,6 +667,15 @@ class AdapterStore:
         self._evaluations_path(version).unlink(missing_ok=True)
         shutil.rmtree(self._moments_path(version), ignore_errors=True)
 
+    def _forget_read(self, version: PolicyVersion) -> None:
+        """Forget what this process has read of a version that is gone."""
+        self._health.pop(version, None)
+        self._verified.discard(version)
+        self._infos.forget(self._sidecar(version))
+
+    def _sidecar(self, version: PolicyVersion) -> str:
+        return f"{self._place(version)}/{files.SIDECAR}"
+
     def _remove(self, version: PolicyVersion, *, held: bool = False) -> bool:
         """Take a version away in one step, then its files; whether it was. One that somebody holds stays, unless `held`
         ones are to go, too. The lock is held."""
@@ -677,8 +685,7 @@ class AdapterStore:
             directory.rename(trash)
         elif not files.try_move(directory, trash, before=lambda: self._forget(version)):
             return False
-        self._health.pop(version, None)
-        self._verified.discard(version)
+        self._forget_read(version)
         shutil.rmtree(trash, ignore_errors=True)
         return True
 
