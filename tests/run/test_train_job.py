@@ -405,6 +405,7 @@ def test_the_moments_of_the_newest_version_of_each_name_are_kept(place):
     assert kept_moments(place) == {"once/v000001", "gone/v000002", "math/v000002"}
     place.store.delete(gone)
     assert kept_moments(place) == {"once/v000001", "math/v000002"}
+    assert sorted(os.listdir(place.store.root / ".optimizer")) == ["math", "once"]
 
 
 def kept_moments(place: Place) -> set[str]:

@@ -583,6 +583,9 @@ def test_of_a_version_that_is_gone_nothing_that_was_read_is_kept(store):
     store.prune("math", keep=2)
     store.delete(versions[1])
     assert [len(each) for each in known] == [1, 1, 1]
+    store.delete(versions[2])
+    assert not (store.root / "math").exists() and store.names() == ()
+    assert publish(store).number == 4
 
 
 # --- import and export ---

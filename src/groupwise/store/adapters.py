@@ -450,7 +450,12 @@ class AdapterStore:
             return
         for version in (version for name in names for version in self._with_moments(name)):
             if not self._exists(version):
-                shutil.rmtree(self._moments_path(version), ignore_errors=True)
+                self._drop_moments(version)
+
+    def _drop_moments(self, version: PolicyVersion) -> None:
+        path = self._moments_path(version)
+        shutil.rmtree(path, ignore_errors=True)
+        _remove_empty(path.parent)
 
     # --- removing ---
 
@@ -665,7 +670,7 @@ class AdapterStore:
         with suppress(AdapterError):  # notes that cannot be read are set aside when a store is opened
             self._keep_note(version, None)
         self._evaluations_path(version).unlink(missing_ok=True)
-        shutil.rmtree(self._moments_path(version), ignore_errors=True)
+        self._drop_moments(version)
 
     def _forget_read(self, version: PolicyVersion) -> None:
         """Forget what this process has read of a version that is gone."""
@@ -686,8 +691,16 @@ class AdapterStore:
         elif not files.try_move(directory, trash, before=lambda: self._forget(version)):
             return False
         self._forget_read(version)
+        _remove_empty(directory.parent)
         shutil.rmtree(trash, ignore_errors=True)
         return True
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove the directory of a name that has nothing any more: each would be looked into whenever all are listed. The
+    lock is held."""
+    with suppress(OSError):  # there is something in it
+        directory.rmdir()
 
 
 def _checked_note(text: str | None) -> str | None:
