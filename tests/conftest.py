@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +28,7 @@ import wording
 from cli_project import Project, save_model
 from command_tree import build_once
 from exact_norms import with_exact_norms
+from groupwise import platform
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import LoadedModel, load_model, wrap_model
 from groupwise.types import Sample
@@ -48,6 +50,7 @@ hypothesis.settings.load_profile("quick")
 
 ARCHITECTURES = ("qwen3", "llama", "gemma3", "gemma2", "gpt2")
 SLOW = Path(__file__).parent / "slow"
+MOST_GROWN = 256 << 20  # bytes by which a process of the suite grows until all of it is looked through
 PACKED_FROM = {"gemma2": "5.23"}  # the first transformers with which a family runs packed, where older ones are taken
 MakeBase = Callable[..., LoadedModel]
 
@@ -110,13 +113,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+_had = [0]  # bytes that this process had when all of it was looked through last
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _settled() -> Iterator[None]:
     """Garbage is looked for among what the tests of one file have made, and not among what all files before it have
-    left: that took a second each time, and a third of the suite's."""
+    left: that took a second each time, and a third of the suite's. Of that, too, once the process has grown by much:
+    what was in use then may be garbage now."""
     yield
+    if (has := platform.resident_bytes(os.getpid())) > _had[0] + MOST_GROWN:
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
+    if has > _had[0] + MOST_GROWN:
+        _had[0] = platform.resident_bytes(os.getpid())
 
 
 def tiny_config(architecture: str, context: int, **options):

@@ -7,7 +7,6 @@ prints a line of JSON per fault. One process without other threads, so that a fo
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -117,7 +116,6 @@ class Place:
     def serve(self, *, seconds: float = 300) -> list[JobRecord]:
         """Have the worker do all jobs that there are, as many at once as it will; returns them, the oldest first."""
         failed: list[BaseException] = []
-        gc.freeze()  # as a worker's process does, which looks for garbage after each job
 
         def serve() -> None:
             try:
@@ -237,8 +235,8 @@ def _look(state: Path) -> dict[str, Any]:
         "versions": [str(version) for version in versions],
         "hashes": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
         "moments": {
-            path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in (state / "optimizer").glob("*/learner.safetensors")
+            f"{path.parts[-3]}@{int(path.parts[-2][1:])}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (state / "adapters" / ".optimizer").glob("*/*/learner.safetensors")
         },
         "left": [str(path) for path in state.glob("checkpoints/*")] + [str(p) for p in store.root.glob(".staging*")],
         "waiting": len(ledger.jobs(states=[JobState.QUEUED])),

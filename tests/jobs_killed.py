@@ -47,7 +47,7 @@ def main(root: Path, cause: str, wanted: Sequence[str]) -> None:
 def _look(state: Path) -> dict[str, object]:
     ledger = Ledger(state / "ledger.db")
     jobs = ledger.jobs()
-    paths = [*state.glob(f"adapters/*/v*/{WEIGHTS}"), *state.glob("optimizer/*/learner.safetensors")]
+    paths = [*state.glob(f"adapters/*/v*/{WEIGHTS}"), *state.glob("adapters/.optimizer/*/*/learner.safetensors")]
     left = {str(path.relative_to(state)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     ledger.close()
     assert all(job.version for job in jobs) and not list(state.glob("checkpoints/*"))

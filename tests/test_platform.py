@@ -387,3 +387,38 @@ def test_while_modules_are_imported_nobody_looks_for_garbage(collects: bool) -> 
         assert during == [False] and gc.isenabled() == collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+SPARES = """
+import gc, weakref
+from groupwise.platform import OF_PYTHON, spared
+
+
+class Tree:
+    def __init__(self):
+        self.itself, self.leaves = self, [[] for _ in range(2 * OF_PYTHON)]
+
+
+def left():
+    return weakref.ref(Tree())
+
+
+gc.disable()
+begins, earlier, kept = gc.get_freeze_count(), left(), Tree()
+assert earlier() is not None
+with spared():
+    assert earlier() is None, "garbage stays"
+    spares = gc.get_freeze_count()
+    assert spares > 2 * OF_PYTHON and not any(each is kept for each in gc.get_objects())
+    later, added = left(), Tree()
+    with spared():
+        assert later() is None and gc.get_freeze_count() <= spares
+        assert any(each is added for each in gc.get_objects()), "it would stay when it is garbage"
+    assert gc.get_freeze_count() > begins, "the outer one goes on"
+assert gc.get_freeze_count() == 0 and any(each is kept for each in gc.get_objects())
+"""
+
+
+def test_garbage_goes_before_what_stays_is_spared() -> None:
+    """And what was made since is looked through: spared, it could never go."""
+    subprocess.run([sys.executable, "-c", SPARES], check=True, timeout=120)

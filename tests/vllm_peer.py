@@ -69,6 +69,8 @@ class Faults:
     refuses: str | None = None  # the route of a transfer that it answers 500 to, each time
     dies_in: str | None = None  # ... that it dies in, without an answer
     hangs_in: str | None = None  # ... from which on its engine does nothing any more, and the server about it does
+    silent: bool = False  # it does not say in which type it keeps weights
+    quantization: str | None = None  # ... or rounds them in a way of its own
     bends: float = 0.0  # added to what it is sent
 
 
@@ -224,7 +226,9 @@ class Peer:
 
     def do_server_info(self, body: dict[str, Any]) -> Any:
         backend = self.faults.transfer
-        return {"vllm_config": {"weight_transfer_config": backend and {"backend": backend}}, "vllm_env": {}}
+        model = {"dtype": str(self.base.model.dtype), "quantization": self.faults.quantization}
+        config = {"weight_transfer_config": backend and {"backend": backend}}
+        return {"vllm_config": config if self.faults.silent else {**config, "model_config": model}, "vllm_env": {}}
 
     def do_get_world_size(self, body: dict[str, Any]) -> Any:
         return {"world_size": 1}

@@ -296,8 +296,7 @@ class SamplingRequest:
     conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
     What is computed for a request is reused for others that begin alike, if they have the same `apart`: so the speed of
     an answer tells nothing about requests with another `apart`. `conversation` names the conversation of which it is a
-    turn, so that of several servers the one is asked that has the turns before; "7/3" is one of group "7", whose
-    beginning it shares.
+    turn, so that of several servers the one is asked that has the turns before (`conversation_of`).
     """
 
     prompt_ids: tuple[int, ...]
@@ -308,6 +307,17 @@ class SamplingRequest:
     cache: bool = False
     apart: str = ""
     conversation: str = ""
+
+
+def conversation_of(group: int, number: int | None = None) -> str:
+    """Return what an engine is told that a turn is of (`SamplingRequest.conversation`): episode `number` of the group
+    with this seed, or, without one, the turn with which all of the group begin."""
+    return str(group) if number is None else f"{group}/{number}"
+
+
+def group_of_conversation(conversation: str) -> str:
+    """Return the conversation with which the group of this one begins."""
+    return conversation.partition("/")[0]
 
 
 @dataclass(frozen=True, kw_only=True)

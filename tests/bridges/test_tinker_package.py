@@ -399,7 +399,7 @@ def test_files_are_encrypted_for_who_is_to_read_them(service: Any, model: str, s
     path = trainer.save_weights_external("secret", age_encryption_recipients=[str(key.to_public())]).result().path
     urls = tinker.RestClient().get_external_weights_urls(path).result().urls
     assert sorted(urls) == ["adapter_config.json.age", "adapter_model.safetensors.age"]
-    with urllib.request.urlopen(urls["adapter_config.json.age"]) as given:
+    with urllib.request.urlopen(urls["adapter_config.json.age"], timeout=120) as given:
         assert json.loads(pyrage.decrypt(given.read(), [key]))["r"] == 4
 
 

@@ -265,12 +265,14 @@ def test_a_connection_that_drops_before_the_answer_costs_nothing(wire: Wire) -> 
                 f"http://127.0.0.1:{port}/api/v1/forward_backward",
                 content=request(dropped, seq, supervised(seq)).SerializeToString(),
                 headers=PROTOBUF,
+                timeout=120,
             )
             wait = {"request_id": sent.json()["request_id"]}
-            assert httpx2.post(f"http://127.0.0.1:{port}/api/v1/retrieve_future", json=wait).status_code == 200
+            future = f"http://127.0.0.1:{port}/api/v1/retrieve_future"
+            assert httpx2.post(future, json=wait, timeout=120).status_code == 200
         stepped = {"model_id": dropped, "seq_id": 4, "adam_params": {"learning_rate": 1e-2}}
-        sent = httpx2.post(f"http://127.0.0.1:{port}/api/v1/optim_step", json=stepped).json()
-        assert "metrics" in httpx2.post(f"http://127.0.0.1:{port}/api/v1/retrieve_future", json=sent).json()
+        sent = httpx2.post(f"http://127.0.0.1:{port}/api/v1/optim_step", json=stepped, timeout=120).json()
+        assert "metrics" in httpx2.post(future, json=sent, timeout=120).json()
     assert np.array_equal(wire.weights(dropped), train(wire, whole, [1, 2, 3, 4]))
 
 

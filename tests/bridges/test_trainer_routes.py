@@ -155,6 +155,6 @@ def test_adapters_under_names_of_their_own(site: Served, post: Post, make_adapte
 def test_weights_are_refused_with_what_to_do_instead(site: Served, post: Post) -> None:
     for path in ("/init_communicator/", "/update_named_param/", "/batch_update_named_params/", "/http_update_weights/"):
         assert "set_lora_adapter" in post(path, 400, params=[])["error"]["hint"]
-    with httpx2.Client(base_url=site.url) as client:
+    with httpx2.Client(base_url=site.url, timeout=120) as client:
         assert client.get("/health/").json()["status"] == "ok"
         assert client.get("/get_world_size/").json() == {"world_size": 1}

@@ -33,7 +33,7 @@ def test_it_serves_a_run_by_name_and_an_empty_one_by_directory_until_sigterm() -
         assert url is not None, said + process.stderr.read()
         runs = httpx2.get(f"{url[1]}/v1/runs", timeout=120).json()["runs"]
         assert [run["run"] for run in runs] == ["toy-20260101T000000Z", "begun"]
-        assert "text/html" in httpx2.get(f"{url[1]}/ui/").headers["content-type"]
+        assert "text/html" in httpx2.get(f"{url[1]}/ui/", timeout=120).headers["content-type"]
         with httpx2.stream("GET", f"{url[1]}/v1/events", timeout=120) as watched:
             assert next(watched.iter_lines()) == "event: runs"
             process.send_signal(signal.SIGTERM)

@@ -65,7 +65,6 @@ def left_over(place: Place) -> list[str]:
         "adapters/.staging*",
         "checkpoints/*",
         "spool/.*",
-        "optimizer/.*",
         "adapters/.quarantine/*",
     )
     ids = {row["id"] for row in place.jobs()}

@@ -18,8 +18,12 @@ from groupwise.config.engine import VllmConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm import links
 from groupwise.engine.vllm.engine import VllmEngine
+from groupwise.engine.vllm.gaps import Gaps
 from groupwise.engine.vllm.handshake import linear_names
+from groupwise.engine.vllm.publish import Shelf
 from groupwise.engine.vllm.server import RunningServer
+from groupwise.engine.vllm.transfer import Transfers, as_kept
+from groupwise.engine.vllm.whole_models import WholeModel, WholeModels
 from groupwise.errors import EngineError
 from groupwise.model.checkpoint_tensors import checkpoint_tensors
 from groupwise.model.load import LoadedModel
@@ -130,6 +134,58 @@ def test_chunks_end_where_vllm_ends_them(attach, model):
         assert peer.chunks == [*ends, *[size] * (size > 0)] and len(ends) > 2
 
 
+@pytest.fixture
+def rounded(make_base) -> Callable[[], LoadedModel]:
+    """The same model in a server that keeps 16 bits."""
+    return partial(make_base, "qwen3", dtype=torch.bfloat16, context=192)
+
+
+@pytest.mark.parametrize("other", [Faults(silent=True), Faults(quantization="fp8")], ids=["silent", "fp8"])
+def test_what_a_server_keeps_in_16_bits_is_sent_in_16_bits(attach, model, rounded, other: Faults):
+    """And it has the same weights, to the bit, as one that rounds what it is sent."""
+    base, peers = model(), []
+    for faults in (Faults(), other):
+        with serving(rounded(), faults=faults) as peer:
+            attach(base, peer, dtype="bfloat16").adopt(FIRST)
+        peers.append(peer)
+    one, two = (peer.base.model.state_dict() for peer in peers)
+    assert all(torch.equal(each, two[name]) for name, each in one.items())
+    told, whole = ({name: each.dtype for name, each in peer.sent[0].items()} for peer in peers)
+    assert set(whole.values()) == {torch.float32}
+    assert {name for name, dtype in told.items() if dtype == torch.float32} == {name for name in told if "norm" in name}
+    assert 0.5 < sum(peers[0].chunks) / sum(peers[1].chunks) < 0.52
+
+
+def test_servers_of_several_types_are_sent_the_trainers(attach, model, rounded):
+    base = model()
+    with serving(rounded()) as one, serving(model()) as other:
+        attach(base, one, other, dtype="bfloat16").adopt(FIRST)
+        assert holds(other, base) and {each.dtype for each in one.sent[0].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", torch.bfloat16),
+        ("model.layers.0.mlp.experts.3.down_proj.weight", torch.bfloat16),
+        ("model.language_model.embed_tokens.weight", torch.bfloat16),
+        ("lm_head.weight", torch.bfloat16),
+        ("model.layers.0.self_attn.q_proj.bias", torch.float32),
+        ("model.layers.0.mlp.gate.weight", torch.float32),  # a router, in float32 in some of vLLM's models
+        ("model.layers.0.mlp.gate.e_score_correction_bias", torch.float32),
+        ("model.layers.0.linear_attn.A_log", torch.float32),
+    ],
+)
+def test_a_tensor_is_rounded_as_vllm_does_where_it_surely_does(name: str, sent: torch.dtype):
+    ties = torch.tensor([1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-8, 3.4e38, 1e-40, float("nan"), float("inf"), 0.1])
+    kept, there = as_kept(name, ties, torch.bfloat16), torch.empty(8, dtype=torch.bfloat16)
+    there.copy_(ties)  # as vLLM loads a weight
+    assert kept.dtype == sent and torch.equal(kept.to(torch.bfloat16).view(torch.int16), there.view(torch.int16))
+    for other in (None, torch.float32, torch.float64):
+        assert as_kept(name, ties, other) is ties
+    assert as_kept(name, there, torch.float16) is there  # as many bytes
+
+
 def test_two_servers_are_sent_each_chunk_at_once(attach, model):
     base = model()
     with serving(model()) as one, serving(model()) as other:
@@ -210,6 +266,58 @@ def test_an_update_that_broke_in_the_middle_is_left_before_the_file_is_read(atta
         assert engine.servers[peer.url] is not None
 
 
+def test_an_error_of_the_learner_amid_a_version_leaves_no_server_in_an_update(attach, model, monkeypatch):
+    """It would take nothing of the next run either, until it is restarted."""
+    base = model()
+
+    def breaks(model: object) -> Iterator[tuple[str, Tensor]]:
+        for number, each in enumerate(checkpoint_tensors(base.model)):
+            if number == 5:
+                raise RuntimeError("out of memory")
+            yield each
+
+    with serving(model()) as peer:
+        engine = attach(base, peer)
+        with monkeypatch.context() as patched:
+            patched.setattr("groupwise.engine.vllm.engine.checkpoint_tensors", breaks)
+            with pytest.raises(RuntimeError):
+                engine.adopt(FIRST)
+        assert not peer._updates and not peer._arrived and peer.sent == []
+        engine.close()
+        again = attach(base, peer)
+        train(base)
+        again.adopt(SECOND)
+        assert holds(peer, base) and len(peer.sent) == 1
+
+
+def test_a_server_does_not_take_weights_that_train_again_before_it_went_on():
+    """It waited for a version, and when it goes on the learner has begun the next step."""
+    transfers = Transfers("auto", device=torch.device("cpu"), timeout_s=1, run=asyncio.run, give_up=lambda *_: None)
+    first, shelf = WholeModel(lambda _: None, lambda _: None), Shelf(None)
+    whole = WholeModels(transfers, shelf, Gaps.__new__(Gaps), first=first, trains=True, prompt=PROMPT, timeout=1)
+    entered = list[bool]()
+
+    async def comes_back() -> None:
+        async with whole.standing():
+            entered.append(whole.stands)
+
+    async def steps() -> None:
+        await whole.begin_training()
+        back = asyncio.create_task(comes_back())
+        await asyncio.sleep(0)
+        whole.stand()
+        await whole.begin_training()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert entered == []
+        whole.stand()
+        await back
+
+    asyncio.run(steps())
+    shelf.close()
+    assert entered == [True]
+
+
 def test_what_was_sent_and_is_not_the_version_is_read_from_a_file(attach, model):
     base = model()
     with serving(model()) as peer:
@@ -235,6 +343,15 @@ def test_of_two_servers_one_dies_and_reads_a_file_when_it_is_back(attach, model,
         train(base)
         engine.adopt(SECOND)  # its next life takes what is sent
         assert holds(other, base) and len(other.sent) == 1 and len(one.sent) == 2 and files(engine) == []
+
+
+def trained_once(attach, peer: Peer, model: Callable[[], LoadedModel]) -> tuple[VllmEngine, LoadedModel]:
+    """An engine whose first version was sent to a server, and what it was sent from."""
+    base = model()
+    engine = attach(base, peer)
+    train(base)
+    engine.adopt(FIRST)
+    return engine, base
 
 
 def _restart(peer: Peer, model: Callable[[], LoadedModel]) -> None:
@@ -284,11 +401,8 @@ def test_a_server_of_ours_that_hangs_is_replaced_and_reads_files(attach, model, 
 
 
 def test_a_server_that_was_away_for_a_moment_keeps_what_it_has(attach, model):
-    base = model()
     with serving(model()) as peer:
-        engine = attach(base, peer)
-        train(base)
-        engine.adopt(FIRST)
+        engine, base = trained_once(attach, peer, model)
         peer.faults.hangs = True
         engine._loop.call_soon_threadsafe(engine._fleet.members[0].doubted.set)
         engine._fleet.give_up(engine._fleet.members[0].server, "it is tried")
@@ -298,11 +412,8 @@ def test_a_server_that_was_away_for_a_moment_keeps_what_it_has(attach, model):
 
 
 def test_a_server_that_comes_back_while_the_learner_trains_waits_for_the_next_version(attach, model):
-    base = model()
     with serving(model()) as peer:
-        engine = attach(base, peer)
-        train(base)
-        engine.adopt(FIRST)
+        engine, base = trained_once(attach, peer, model)
         asyncio.run(engine.rest())  # training begins
         peer.die()
         assert becomes(lambda: engine.servers[peer.url] is None)

@@ -1,9 +1,12 @@
 """`train.memory_gb` in a run: what its longest prompt is, and the micro-batches that its learner gets."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from groupwise.config.run import RunConfig, load_config
 from groupwise.errors import ConfigError, GroupwiseError
@@ -63,6 +66,21 @@ def test_a_run_gets_micro_batches_that_fit():
         assert memory(plan.config, parts.load, micro_tokens=tokens).total <= budget * GIB
     with open_components(make_plan(demo())) as parts:
         assert (parts.load, parts.learner.micro_tokens) == (None, 8192)
+
+
+def test_what_an_earlier_run_held_is_gone_when_the_next_begins():
+    """Modules refer to each other: without a look for garbage each run of a notebook would leave its model."""
+
+    def opened() -> weakref.ref[PreTrainedModel]:
+        with open_components(make_plan(demo())) as parts:
+            return weakref.ref(parts.base.model)
+
+    gc.disable()
+    try:
+        held = [opened() for _ in range(2)]
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_flex_attention_takes_no_scores_where_it_is_used():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -43,6 +45,14 @@ def test_there_is_room_for_as_many_as_memory_has_and_always_for_one(place, monke
     assert room.admits(jobs[2], jobs[:2]) and not room.admits(jobs[3], jobs[:3])
     monkeypatch.setattr(job_room, "MOST_AT_ONCE", 2)
     assert not room.admits(jobs[2], jobs[:2])
+
+
+def test_of_jobs_that_have_ended_nothing_is_kept(place):
+    room = JobRoom(place.base, place.ledger)
+    jobs = [post(place, f"a{k}") for k in range(4)]
+    for before, job in pairwise(jobs):
+        assert room.admits(job, [before])
+    assert set(room._needs) == {job.id for job in jobs[2:]}
 
 
 def test_a_share_of_the_memory_that_there_is(place, monkeypatch):

@@ -57,7 +57,8 @@ def left_by(place: Place, job: JobRecord) -> dict[str, bytes | Any]:
     directory = place.store.path(version)
     left: dict[str, Any] = {path.name: path.read_bytes() for path in directory.iterdir()}
     left[files.SIDECAR] = {**json.loads(left[files.SIDECAR]), "job": None, "created": None}
-    for path in (place.directory / "optimizer" / str(version)).glob("learner.*"):
+    moments = place.store.moments(version)  # of the newest of its name
+    for path in () if moments is None else moments.glob("learner.*"):
         left[f"optimizer/{path.name}"] = path.read_bytes()
     return left
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -22,6 +23,7 @@ from groupwise.errors import Interrupted
 from groupwise.run import job as train_job
 from groupwise.run.job import run_job
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.job_checkpoint import trained_in
 from groupwise.store.ledger import JobState
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, Sample, SamplingParams, SamplingRequest
@@ -395,25 +397,88 @@ def test_a_parent_stays_while_the_job_reads_it(place, monkeypatch):
 
 
 def test_the_moments_of_the_newest_version_of_each_name_are_kept(place):
-    stray = place.directory / "optimizer" / "notes@home"
-    stray.mkdir(parents=True)
     place.do(groups(), adapter="once")
     for _ in range(2):
         gone = place.version(place.do(groups(), adapter="gone"))
     place.do(groups())
     place.do(groups())
-    kept = {path.name for path in stray.parent.iterdir()}
-    assert kept == {"notes@home", "once@1", "gone@2", "math@2"}
+    assert kept_moments(place) == {"once/v000001", "gone/v000002", "math/v000002"}
     place.store.delete(gone)
-    place.do(groups())
-    assert {path.name for path in stray.parent.iterdir()} == {"notes@home", "once@1", "math@3"}
+    assert kept_moments(place) == {"once/v000001", "math/v000002"}
+    assert sorted(os.listdir(place.store.root / ".optimizer")) == ["math", "once"]
+
+
+def kept_moments(place: Place) -> set[str]:
+    return {"/".join(path.parts[-2:]) for path in place.store.root.glob(".optimizer/*/*")}
+
+
+def test_the_end_of_a_job_reads_nothing_of_other_adapters(place, monkeypatch):
+    """With ten thousand of them each job would look through as many directories."""
+    place.do(groups(), adapter="math")
+    looked = [0]
+
+    def counted(of):
+        def count(*given, **named):
+            looked[0] += 1
+            return of(*given, **named)
+
+        return count
+
+    for name in ("listdir", "scandir", "stat"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+
+    def looks(adapter: str) -> int:
+        place.submit(groups(), adapter=adapter)
+        lease, looked[0] = place.lease(), 0
+        place.worker.do(lease)
+        return looked[0]
+
+    few = looks("b")
+    for number in range(50):
+        for folder in (place.store.root, place.store.root / ".optimizer"):
+            shutil.copytree(folder / "math", folder / f"x{number}")
+    assert len(place.store.names()) == 52 and looks("c") == few
+
+
+def test_moments_of_a_version_that_is_gone_are_not_kept(place):
+    """Deleted between its publication and the end of its job; or its deletion was cut short by a kill."""
+    version = place.version(place.do(groups()))
+    moments = place.store.moments(version)
+    source = place.directory / "source"
+    shutil.copytree(moments, source)
+    place.store.delete(version)
+    place.store.keep_moments(version, source)
+    assert kept_moments(place) == set() and source.is_dir()
+    shutil.copytree(source, moments)
+    AdapterStore(place.store.root)
+    assert kept_moments(place) == set()
+
+
+def test_older_moments_do_not_replace_newer_ones(place):
+    """A job that was killed before its end is leased again, after another of its name."""
+    versions = [place.version(place.do(groups())) for _ in range(2)]
+    source = place.directory / "source"
+    source.mkdir()
+    place.store.keep_moments(versions[0], source)
+    assert kept_moments(place) == {"math/v000002"} and source.is_dir()
+
+
+def test_moments_are_found_where_they_were_kept_before(place):
+    version = place.version(place.do(groups()))
+    before = place.directory / "optimizer"
+    before.mkdir()
+    (before / "notes@home").mkdir()
+    place.store.moments(version).rename(before / str(version))
+    assert place.store.moments(version) is None
+    store = trained_in(place.directory)
+    assert store.moments(version) is not None and not before.exists()
 
 
 def test_without_its_moments_a_version_is_continued_with_a_fresh_optimizer(place):
     posted = groups(logprob=-2.0)
     place.do(posted, iterations=3)
     with_moments = place.do(posted, iterations=3, adapter="a", base_adapter="math@1")
-    shutil.rmtree(place.directory / "optimizer" / "math@1")
+    shutil.rmtree(place.store.moments(PolicyVersion("math", 1)))
     without = place.do(posted, iterations=3, adapter="b", base_adapter="math@1")
     assert "with its optimizer's moments" in place.messages(with_moments)[0]
     assert "with a fresh optimizer" in place.messages(without)[0]
@@ -423,7 +488,7 @@ def test_without_its_moments_a_version_is_continued_with_a_fresh_optimizer(place
 def test_damaged_moments_are_as_none(place):
     posted = groups(logprob=-2.0)
     place.do(posted)
-    moments = place.directory / "optimizer" / "math@1" / "learner.safetensors"
+    moments = place.store.moments(PolicyVersion("math", 1)) / "learner.safetensors"
     moments.write_bytes(moments.read_bytes()[:-40])
     frozen = place.do(posted, learning_rate=0.0)
     assert "with a fresh optimizer" in place.messages(frozen)[0]

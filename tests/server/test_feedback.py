@@ -74,7 +74,8 @@ def test_every_choice_and_every_route_that_answers_can_be_rated(api: Served, cli
 
 
 def test_a_streamed_chat_can_be_rated(api: Served, client: Client) -> None:
-    with httpx2.stream("POST", f"{api.url}/v1/chat/completions", json={"messages": SUM, "stream": True}) as answer:
+    body = {"messages": SUM, "stream": True}
+    with httpx2.stream("POST", f"{api.url}/v1/chat/completions", json=body, timeout=120) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     id = lines[0].split('"id":"')[1].split('"')[0]
     assert client.feedback(id, thumb="up").rollout_id == id

@@ -28,12 +28,12 @@ def test_a_finding_has_its_cause_and_what_to_do(tmp_path: Path, ledger_of_failur
     ledger, job = ledger_of_failures
     ledger.close()
     with served(tmp_path, [router]) as server:
-        health = httpx2.get(f"{server.url}/v1/train/health/{job}").json()
+        health = httpx2.get(f"{server.url}/v1/train/health/{job}", timeout=120).json()
         assert health["job_id"] == job and health["status"] in ("warn", "error")
         finding = health["findings"][0]
         assert finding["metric"].startswith("reward/") and finding["says"] and finding["cause"] and finding["remedies"]
         assert finding["ended"] is None and 1 <= finding["began"] <= 20
-        missing = httpx2.get(f"{server.url}/v1/train/health/none")
+        missing = httpx2.get(f"{server.url}/v1/train/health/none", timeout=120)
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "job_not_found"
 
 
@@ -51,7 +51,8 @@ def test_remedies_are_the_jobs_own(tmp_path: Path) -> None:
     ledger.close()
     with served(tmp_path, [router]) as server:
         findings = {
-            each["id"]: each for each in httpx2.get(f"{server.url}/v1/train/health/{job.id}").json()["findings"]
+            each["id"]: each
+            for each in httpx2.get(f"{server.url}/v1/train/health/{job.id}", timeout=120).json()["findings"]
         }
     assert "learn more slowly: config.learning_rate=3e-06" in findings["grad.explode"]["remedies"]
     assert "config.learning_rate is 0" in findings["lr.zero"]["cause"]
@@ -63,7 +64,10 @@ def test_the_table_of_metrics_is_served_with_the_rules_that_judge_each(tmp_path:
 
     Ledger(tmp_path / "ledger.db").close()
     with served(tmp_path, [definitions_router]) as server:
-        rows = {row["metric"]: row for row in httpx2.get(f"{server.url}/v1/metrics/definitions").json()["definitions"]}
+        rows = {
+            row["metric"]: row
+            for row in httpx2.get(f"{server.url}/v1/metrics/definitions", timeout=120).json()["definitions"]
+        }
     assert list(rows) == [each.metric for each in definitions()]
     cut = rows["rollout/truncated_frac"]
     assert cut["good"] == "near 0" and "rollout.max_tokens" in cut["otherwise"]

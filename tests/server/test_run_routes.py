@@ -117,7 +117,7 @@ def test_a_run_that_is_being_written_is_followed_to_its_end(tmp_path: Path) -> N
             for step in (2, 3):
                 write_line(run, step, {"loss": float(step)})
 
-        with httpx2.stream("GET", f"{url}/r", timeout=30) as answer:
+        with httpx2.stream("GET", f"{url}/r", timeout=120) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     told.append(json.loads(line[6:]))
@@ -125,8 +125,8 @@ def test_a_run_that_is_being_written_is_followed_to_its_end(tmp_path: Path) -> N
                         threading.Thread(target=write).start()
         steps = [step["step"] for each in told for step in each["steps"]]
         assert steps == [1, 2, 3] and told[0]["anew"] and not any(each["anew"] for each in told[1:])
-        assert httpx2.get(f"{url}/r", params={"after": told[-1]["next"]}).status_code == 204
-        with httpx2.stream("GET", url, timeout=30) as answer:
+        assert httpx2.get(f"{url}/r", params={"after": told[-1]["next"]}, timeout=120).status_code == 204
+        with httpx2.stream("GET", url, timeout=120) as answer:
             lines = answer.iter_lines()
             assert next(lines) == "event: runs" and json.loads(next(lines)[6:])["runs"][0]["state"] == "finished"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import pytest
 pytest.importorskip("google.protobuf")
 
 from groupwise.bridges.tinker.routes import NOT_OFFERED
+from groupwise.errors import StorageError
+from groupwise.server.tenants import Tenants
 from groupwise.store.files import Provenance
 from groupwise.store.keys import KeyFile
 from groupwise.store.tenants import home_of
@@ -325,3 +329,33 @@ def test_the_bytes_of_a_tenant_are_bounded(site: Whole, make_adapter: Callable[.
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "tenant_full")
     assert light.ask("DELETE", "/v1/adapters/one").status_code == 200
     assert light.train().status_code == 200
+
+
+def test_who_asks_again_while_others_hear_of_a_failure_begins_a_tenant_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second view of it would have policies and a clean-up of its own."""
+    begun = list[str]()
+
+    async def begin(tenants: Tenants, tenant: str) -> object:
+        begun.append(tenant)
+        await asyncio.sleep(0)
+        if len(begun) == 1:
+            raise StorageError("the disk is full")
+        return object()
+
+    monkeypatch.setattr(Tenants, "_begin", begin)
+    server = SimpleNamespace(config=SimpleNamespace(state_dir=tmp_path))
+    tenants = Tenants(server, None, more={})  # pyright: ignore[reportArgumentType]
+
+    async def asks() -> object:
+        try:
+            return await tenants.of("acme")
+        except StorageError:
+            return await tenants.of("acme")
+
+    async def together() -> list[object]:
+        return await asyncio.gather(asks(), asks())
+
+    one, other = asyncio.run(together())
+    assert one is other and begun == ["acme", "acme"]

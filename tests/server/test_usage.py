@@ -120,7 +120,10 @@ def test_over_a_server(tmp_path: Path) -> None:
     slow = {"authorization": f"Bearer {keys.add('slow', role='read', requests_per_minute=1)}"}
     owner = {"authorization": "Bearer the-owner"}
     routers = (chat.router, rollouts.router, usage.router, admin.router)
-    with served(tmp_path, routers, api_key="the-owner") as site, httpx2.Client(base_url=site.url) as http:
+    with (
+        served(tmp_path, routers, api_key="the-owner") as site,
+        httpx2.Client(base_url=site.url, timeout=120) as http,
+    ):
         one = http.post("/v1/chat/completions", json=CHAT, headers=app).json()["usage"]
         lines = [line for line in _stream(http, app) if line.startswith("data: {")]
         streamed = json.loads(lines[-1][6:])["usage"]

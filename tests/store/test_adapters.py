@@ -572,6 +572,22 @@ def test_prune_keeps_the_newest_the_active_the_rollback_target_and_the_protected
         store.prune("math", keep=0)
 
 
+def test_of_a_version_that_is_gone_nothing_that_was_read_is_kept(store):
+    """A server that trains each minute removes half a million in a year."""
+    versions = [publish(store) for _ in range(3)]
+    for version in versions:
+        os.utime(store.path(version) / SIDECAR, (1, 1))  # settled
+        assert store.info(version).version == version and store.unhealthy(version) is None
+    known = store._infos._known, store._health, store._verified
+    assert [len(each) for each in known] == [3, 3, 3]
+    store.prune("math", keep=2)
+    store.delete(versions[1])
+    assert [len(each) for each in known] == [1, 1, 1]
+    store.delete(versions[2])
+    assert not (store.root / "math").exists() and store.names() == ()
+    assert publish(store).number == 4
+
+
 # --- import and export ---
 
 

@@ -40,6 +40,11 @@ def rating(id: str, of: str) -> Feedback:
 
 
 # ---- what is seen ----
+def test_a_tenants_ledger_is_opened_once(whole: Ledger) -> None:
+    """Whoever fails to begin a tenant, with a full disk say, tries again with each request."""
+    assert whole.of(OURS) is whole.of(OURS) and whole.of(OURS) is not whole.of(THEIRS)
+
+
 def test_of_one_tenant_another_sees_nothing_and_the_whole_has_all(whole: Ledger) -> None:
     ours, theirs, owner = whole.of(OURS), whole.of(THEIRS), whole.of("")
     job = submit(ours, rewards={"r": 0.5})

@@ -59,3 +59,9 @@ def test_a_file_that_is_gone_is_not_known_any_more(reader):
     reader.path.write_text("one")
     os.utime(reader.path, (1, 1))
     assert reader.get() == "one" and reader.reads == 2
+
+
+def test_what_is_forgotten_is_read_again(reader):
+    reader.get()
+    reader.known.forget(str(reader.path))
+    assert reader.get() == "one" and reader.reads == 2

@@ -10,7 +10,6 @@ It does what compiling it elsewhere will do, on a smaller stack: recursion that 
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import select
@@ -46,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel, parts = receive_setup((arguments or sys.argv[1:])[0])
     tokenizer = parts.open()
     compile_grammar(COMMON, tokenizer)
-    gc.collect()
-    gc.freeze()
+    platform.spare()
     return serve_forks(
         channel,
         1,

@@ -5,7 +5,6 @@ Rewards and data are loaded before the model, so that a typo costs a second and 
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from groupwise.engine.vllm.installed import faster_with_vllm
 from groupwise.errors import ConfigError, GrammarError
 from groupwise.model.load import LoadedModel
 from groupwise.model.memory import GIB, Load, fitting_tokens
-from groupwise.platform import run_coroutine, trim_memory
+from groupwise.platform import run_coroutine, spared, trim_memory
 from groupwise.rewards.base import RewardWorkers, load_rewards
 from groupwise.rewards.call import RewardSpec
 from groupwise.rewards.classifier import load_models, reward_model, reward_models
@@ -73,7 +72,7 @@ class Components:
     teacher: Teacher | None
     eval_prompts: tuple[Prompt, ...]
     load: Load | None  # what the memory that the run may take was compared with
-    threads: int | None  # of torch, which the calling thread had; None: whoever opened this gives them back
+    settings: ExitStack  # the process's, put back at last; of runs beside others, whoever opened them does that
 
     def __enter__(self) -> Components:
         return self
@@ -88,9 +87,7 @@ class Components:
             self.teacher.close()
         self.engine.close()
         self.scorer.close()
-        if self.threads is not None:
-            gc.unfreeze()
-            torch.set_num_threads(self.threads)
+        self.settings.close()
         trim_memory()  # of the engine's thread
 
 
@@ -185,7 +182,7 @@ def open_components(
         if teacher is not None and teacher.config.loss == "sft":
             rollouts = TeacherRollouts(config, teacher, play)
         batches = _batches(plan, engine, rollouts, taught(scorer, teacher, config))
-        gc.freeze()  # what is here now stays; looking through it again and again would cost a step some percent
+        settings = ExitStack() if beside is not None else _of_process(threads)
         opened.pop_all()
     return Components(
         base=base,
@@ -198,8 +195,17 @@ def open_components(
         teacher=teacher,
         eval_prompts=eval_prompts,
         load=load,
-        threads=threads if beside is None else None,
+        settings=settings,
     )
+
+
+def _of_process(threads: int) -> ExitStack:
+    """Return what the process has otherwise while a run is open, and gets back when this is closed: torch's `threads`,
+    and a search for garbage in all that is here now, which would cost a step some percent."""
+    settings = ExitStack()
+    settings.callback(torch.set_num_threads, threads)
+    settings.enter_context(spared())
+    return settings
 
 
 def open_engine(

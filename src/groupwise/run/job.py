@@ -39,13 +39,11 @@ from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.job_checkpoint import (
-    MOMENTS,
     Checkpoints,
     JobProgress,
-    find_moments,
-    prune_moments,
     read_standing,
     read_start,
+    trained_in,
 )
 from groupwise.store.job_payload import parse_payload
 from groupwise.store.ledger import Ledger
@@ -68,30 +66,21 @@ class JobCancelled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """The resources that all jobs of one worker share. `home` has the moments of the one for whom is trained: the state
-    directory, or a tenant's. `passes` is where jobs that train at the same time join their passes, `turns` has them
-    make their steps in turn, and `threads` are torch's, as of a job by itself (None: as many as torch has here)."""
+    """The resources that all jobs of one worker share. `passes` is where jobs that train at the same time join their
+    passes, `turns` has them make their steps in turn, and `threads` are torch's, as of a job by itself (None: as many as
+    torch has here)."""
 
     base: LoadedModel
     ledger: Ledger
     store: AdapterStore
     state_dir: Path
-    home: Path | None = None
     passes: JointPasses | None = None
     threads: int | None = None
     turns: StepTurns = field(default_factory=StepTurns)
 
     def of(self, tenant: str) -> WorkerContext:
-        """Return the same for a tenant's jobs, whose adapters and moments are its own."""
-        if tenant == OWNER:
-            return self
-        home = home_of(self.state_dir, tenant)
-        return replace(self, store=AdapterStore(home / "adapters"), home=home)
-
-    @property
-    def moments(self) -> Path:
-        """Return where the moments are, as `store.job_checkpoint` has them."""
-        return (self.home or self.state_dir) / MOMENTS
+        """Return the same for a tenant's jobs, whose adapters are its own."""
+        return self if tenant == OWNER else replace(self, store=trained_in(home_of(self.state_dir, tenant)))
 
 
 @dataclass
@@ -137,8 +126,7 @@ def run_job(lease: Lease, place: WorkerContext, *, raise_if_stopped: Callable[[]
         version = _publish(run)
     unhealthy = place.store.unhealthy(version)
     if unhealthy is None:  # else the next job goes on from the version before, whose moments stay
-        checkpoints.become_moments(version, place.moments)
-        prune_moments(place.moments, place.store)
+        checkpoints.become_moments(version, place.store)
     place.ledger.published(lease, str(version), unhealthy=unhealthy)
     checkpoints.discard()
     return version
@@ -255,7 +243,7 @@ def _continued(
         if config.target_modules is None:
             raise
         raise _differs("target_modules", config.target_modules, _saved(directory)["target_modules"], parent) from error
-    if (moments := find_moments(place.moments, parent)) is None:
+    if (moments := place.store.moments(parent)) is None:
         return learner, False
     try:
         learner.load(moments)

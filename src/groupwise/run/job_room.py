@@ -48,7 +48,9 @@ class JobRoom:
             return True
         if not self._is_shared or any(map(needs_none_beside, (job, *running))):
             return False
-        return len(running) < MOST_AT_ONCE and sum(map(self.need_of, (job, *running))) <= self.memory
+        every = (job, *running)
+        self._needs = {each.id: self._needs[each.id] for each in every if each.id in self._needs}  # not of those before
+        return len(running) < MOST_AT_ONCE and sum(map(self.need_of, every)) <= self.memory
 
     def need_of(self, job: JobRecord) -> int:
         """Return the bytes that a job takes while it is trained."""

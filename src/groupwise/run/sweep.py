@@ -16,7 +16,6 @@ Whatever is the process's and that a run would change stands in the way of that:
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,7 @@ from groupwise.config.run import RunConfig
 from groupwise.config.world import world
 from groupwise.errors import ConfigError
 from groupwise.model.load import resolve_device, resolve_dtype
-from groupwise.platform import run_coroutine
+from groupwise.platform import run_coroutine, spared
 from groupwise.run.assemble import Beside
 from groupwise.run.loop import RunResult, opened_run, run_loop, train
 from groupwise.run.ranks import check_started
@@ -219,7 +218,6 @@ def _beside_each_other(runs: Sequence[SweptRun], shown: SweepDisplay, stop: Stop
     with ExitStack() as every, stop:
         stop.announce = shown.stopping
         every.callback(torch.set_num_threads, threads)
-        every.callback(gc.unfreeze)
         begun, base = list[Callable[[], Coroutine[Any, Any, None]]](), None
         passes = JointPasses(at_once=threads)
         for run in runs:
@@ -229,6 +227,7 @@ def _beside_each_other(runs: Sequence[SweptRun], shown: SweepDisplay, stop: Stop
                 opened = mine.enter_context(opened_run(run.plan, shown=shown.of(run.label), beside=beside))
                 base = opened[0].parts.base
                 begun.append(partial(_to_its_end, run, opened, mine, stop, outcomes))
+        every.enter_context(spared())
         run_coroutine(_together(begun))
 
 

@@ -14,7 +14,6 @@ lives is asked before torch is imported, which takes seconds: the worker of a se
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import signal
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING
 from groupwise import platform
 from groupwise.errors import GroupwiseError, NotReadyError
 from groupwise.store import files
-from groupwise.store.adapters import AdapterStore
+from groupwise.store.job_checkpoint import trained_in
 from groupwise.store.keys import KeyFile
 from groupwise.store.ledger import Ledger
 
@@ -89,7 +88,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
         if heartbeat.orphaned:  # for kernels that do not tell
             return
         heartbeat.start()
-        store = AdapterStore(state / "adapters")
+        store = trained_in(state)
         for warning in store.warnings:
             log.warning("%s", warning)
         base = _load(options, heartbeat, parent)
@@ -100,7 +99,7 @@ def _work(options: argparse.Namespace, parent: int) -> None:
             map_weights(base, state)
             if (vision := vision_of(base.model)) is not None:
                 vision.keep_in(state / IMAGES)
-            gc.freeze()  # what is here now stays; looking through it after each job would take a second
+            platform.spare()  # or each job's end would look through it for a second
             log.info("%s is ready: %s on %s", options.worker, base.name, base.device)
             threads = torch.get_num_threads()
             passes = JointPasses(at_once=threads) if may_share(base) else None

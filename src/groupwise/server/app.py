@@ -18,7 +18,6 @@ Nothing heavy is imported before the port is bound.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -27,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.config.hub import check_model
 from groupwise.errors import GroupwiseError
-from groupwise.platform import importing
+from groupwise.platform import importing, spared
 from groupwise.server.listen import bind, incoming, own, url_of
 
 if TYPE_CHECKING:
@@ -249,6 +248,7 @@ class _ServerProcess:
         self._catch_signals()
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         tasks: list[asyncio.Task[Any]] = [serving, asyncio.create_task(self._sweep())]
+        settings = ExitStack()
         try:
             self._announce(f"loading {self._config.model}; {url_of(self._listener)}/health answers already")
             begun = asyncio.create_task(self._begin(ledger, store))
@@ -256,7 +256,7 @@ class _ServerProcess:
             if not begun.done():
                 _exit_now("stopped while the model was being loaded")  # a thread that loads cannot be interrupted
             await begun
-            gc.freeze()  # what is here now stays; looking through it again and again would make requests wait
+            settings.enter_context(spared())  # or requests would wait again and again
             later = (_keep_house(ledger, self._config), self._keep_versions(), self._have_reader())
             tasks += [asyncio.create_task(each) for each in later]
             assert self._server is not None
@@ -275,7 +275,7 @@ class _ServerProcess:
             await self._drain()
         finally:
             await self._end(tasks, ledger)
-            gc.unfreeze()
+            settings.close()
         if lost.done() and not lost.cancelled() and not self._stop.is_set():
             raise lost.result()
         self._announce("stopped")

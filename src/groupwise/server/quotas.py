@@ -6,8 +6,8 @@
     quotas.check_job                       in the transaction that queues a job: the adapter that it makes, and 429
                                            `quota_exceeded` where as many jobs wait or run
 
-The owner has no such bounds. Bytes are those of adapters, optimizers and Tinker's checkpoints; what is under way when
-the bound is reached may end. A day's tokens and a minute's requests are a key's own (`usage`).
+The owner has no such bounds. Bytes are those of adapters, their optimizers and Tinker's checkpoints; what is under
+way when the bound is reached may end. A day's tokens and a minute's requests are a key's own (`usage`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from groupwise.store.ledger import RETRY_SECONDS
 from groupwise.store.tenants import OWNER
 from groupwise.types import PolicyVersion
 
-COUNTED = ("adapters", "optimizer", "tinker")  # directories
+COUNTED = ("adapters", "tinker")  # directories
 
 
 class TenantFullError(GroupwiseError):

@@ -11,7 +11,6 @@ descriptors:
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import pickle
@@ -73,8 +72,7 @@ def _warm_up(base: TextModel, config: ServeConfig) -> None:
         encode_supervised([asked, Message(role="assistant", content="!")], base.tokenizer)
     if (vision := vision_of(base.tokenizer)) is not None:
         vision.warm_up()
-    gc.collect()
-    gc.freeze()
+    platform.spare()
 
 
 def _be_a_reader(descriptors: Sequence[int], most: int, base: TextModel, config: ServeConfig) -> None:

@@ -149,10 +149,12 @@ class Tenants:
             return self._server
         if tenant not in self._open:
             self._open[tenant] = asyncio.create_task(self._begin(tenant))
+        begun = self._open[tenant]
         try:
-            return await asyncio.shield(self._open[tenant])
+            return await asyncio.shield(begun)
         except Exception:
-            self._open.pop(tenant, None)  # whoever asks next tries again
+            if self._open.get(tenant) is begun:  # whoever asks next tries again, or has begun to
+                del self._open[tenant]
             raise
 
     def opened(self) -> list[Server]:

@@ -6,6 +6,8 @@
     <root>/.evaluations/     math@12.json: what others' suites measured of a version, oldest first
     <root>/.notes.json       what users wrote about versions: beside them, so that a note changes no byte of a version
     <root>/.refused/         why versions do not go live, a file each (`AdapterStore.refuse`)
+    <root>/.optimizer/       math/v000012/: AdamW's moments of the job that made math@12, with which the next of
+                             that name goes on; of the newest version that has any. They go when the version goes
     <root>/.quarantine/      what was found damaged, each with the reason
     <root>/.lock             flock: held for short moments by whoever gives out a number, moves or removes a version
 
@@ -36,7 +38,7 @@ from groupwise.types import BASE, PolicyVersion
 
 MAX_ACTIVATIONS = 256  # how far back rollback can go
 MAX_NOTE = 500  # characters
-REFUSED = ".refused"
+REFUSED, MOMENTS = ".refused", ".optimizer"
 
 _VERSION = re.compile(r"v([0-9]{6,12})")
 
@@ -127,7 +129,7 @@ class AdapterStore:
 
         with files.writing(f"reading {version}"):
             try:
-                return self._infos.get(f"{self._place(version)}/{files.SIDECAR}", read)
+                return self._infos.get(self._sidecar(version), read)
             except (FileNotFoundError, NotADirectoryError):
                 self._require(version)
                 return read()
@@ -413,6 +415,49 @@ class AdapterStore:
             raise AdapterError(f"{path} cannot be read: {error}", hint="move it away to record new results") from error
         return tuple(results)
 
+    # --- moments ---
+
+    def moments(self, version: PolicyVersion) -> Path | None:
+        """Return where the moments are with which training goes on from `version`; None where there are none."""
+        path = self._moments_path(version)
+        return path if path.is_dir() else None
+
+    def keep_moments(self, version: PolicyVersion, source: Path) -> None:
+        """Move the directory `source` to where a version's moments are, in place of those of older versions of its
+        name. Where the version is gone, or has some, or a newer one has, they are left."""
+        with files.writing(f"keeping the moments of {version}"), files.locked(self.root):
+            target = self._moments_path(version)
+            have = self._with_moments(version.name)
+            if not self._exists(version) or any(each.number >= version.number for each in have):
+                return
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source.rename(target)
+            files.fsync(target.parent)
+            for each in have:
+                shutil.rmtree(self._moments_path(each), ignore_errors=True)
+
+    def _with_moments(self, name: str) -> list[PolicyVersion]:
+        try:
+            matches = [_VERSION.fullmatch(entry) for entry in os.listdir(self.root / MOMENTS / name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [PolicyVersion(name, int(match[1])) for match in matches if match]
+
+    def _drop_stray_moments(self) -> None:
+        """Remove moments of versions that are gone, as a kill between the two may leave them. The lock is held."""
+        try:
+            names = os.listdir(self.root / MOMENTS)
+        except FileNotFoundError:
+            return
+        for version in (version for name in names for version in self._with_moments(name)):
+            if not self._exists(version):
+                self._drop_moments(version)
+
+    def _drop_moments(self, version: PolicyVersion) -> None:
+        path = self._moments_path(version)
+        shutil.rmtree(path, ignore_errors=True)
+        _remove_empty(path.parent)
+
     # --- removing ---
 
     def delete(self, version: PolicyVersion) -> None:
@@ -461,6 +506,7 @@ class AdapterStore:
             files.sweep(self.root)
             self._check_state()
             self._check_notes()
+            self._drop_stray_moments()
             for name in self.names():
                 for version in self.versions(name):
                     if damage := files.find_damage(self._directory(version), version=version, hashes=False):
@@ -524,9 +570,8 @@ class AdapterStore:
         target.parent.mkdir(exist_ok=True)
         self._forget(version)
         self._directory(version).rename(target)
-        self._health.pop(version, None)
+        self._forget_read(version)
         target.with_name(f"{target.name}.txt").write_text(f"{version}: {reason}\n", encoding="utf-8")
-        self._verified.discard(version)
         then = f"; it was active, {self.active} is active instead" if was_active else ""
         self.warnings.append(f"{version} is damaged ({reason}) and was moved to {target}{then}")
         return target
@@ -546,6 +591,9 @@ class AdapterStore:
     @property
     def _notes_path(self) -> Path:
         return self.root / ".notes.json"
+
+    def _moments_path(self, version: PolicyVersion) -> Path:
+        return self.root / MOMENTS / version.name / f"v{version.number:06d}"
 
     def _evaluations_path(self, version: PolicyVersion) -> Path:
         return self.root / ".evaluations" / f"{version}.json"
@@ -623,6 +671,16 @@ class AdapterStore:
         with suppress(AdapterError):  # notes that cannot be read are set aside when a store is opened
             self._keep_note(version, None)
         self._evaluations_path(version).unlink(missing_ok=True)
+        self._drop_moments(version)
+
+    def _forget_read(self, version: PolicyVersion) -> None:
+        """Forget what this process has read of a version that is gone."""
+        self._health.pop(version, None)
+        self._verified.discard(version)
+        self._infos.forget(self._sidecar(version))
+
+    def _sidecar(self, version: PolicyVersion) -> str:
+        return f"{self._place(version)}/{files.SIDECAR}"
 
     def _remove(self, version: PolicyVersion, *, held: bool = False) -> bool:
         """Take a version away in one step, then its files; whether it was. One that somebody holds stays, unless `held`
@@ -633,10 +691,17 @@ class AdapterStore:
             directory.rename(trash)
         elif not files.try_move(directory, trash, before=lambda: self._forget(version)):
             return False
-        self._health.pop(version, None)
-        self._verified.discard(version)
+        self._forget_read(version)
+        _remove_empty(directory.parent)
         shutil.rmtree(trash, ignore_errors=True)
         return True
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove the directory of a name that has nothing any more: each would be looked into whenever all are listed. The
+    lock is held."""
+    with suppress(OSError):  # there is something in it
+        directory.rmdir()
 
 
 def _checked_note(text: str | None) -> str | None:

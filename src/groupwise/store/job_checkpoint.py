@@ -1,12 +1,11 @@
-"""Keeps what a job leaves on disk besides its version: checkpoints to resume from, and AdamW's moments for the next
-job.
+"""Keeps what a job leaves on disk besides its version: checkpoints to resume from, of which the last is what the next
+job of the adapter begins with.
 
     <state>/checkpoints/<job>/step-000020/    where the job stands; the newest only
-    <home>/optimizer/<name@N>/                the last checkpoint of the job that published name@N: AdamW's moments,
-                                              with which the next job of that name goes on; of the newest N only
 
 A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can
-be seen is whole. At the end of a job it is renamed once more and becomes the moments.
+be seen is whole. At the end of a job it is renamed once more: with AdamW's moments the next job of that name goes on,
+and they are kept beside the version (`AdapterStore.keep_moments`).
 
     learner.safetensors, learner.json    `Learner.save`: parameters, moments, counters
     start.safetensors                    log-probabilities under the policy that the job started from, if it reads
@@ -32,8 +31,6 @@ from groupwise.types import PolicyVersion
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
-
-MOMENTS = "optimizer"  # the directory, in the state directory or a tenant's
 
 _START, _JOB_STATE = "start.safetensors", "run.json"
 
@@ -93,16 +90,12 @@ class Checkpoints:
                     shutil.rmtree(other)
         faults.point("checkpoint:after-cleaning")
 
-    def become_moments(self, version: PolicyVersion, moments: Path) -> None:
+    def become_moments(self, version: PolicyVersion, store: AdapterStore) -> None:
         """Make the last checkpoint the moments of `version`, which the job has published. Again is harmless."""
-        with files.writing(f"keeping the moments of {version}"):
-            if (newest := self.newest) is not None:
-                target = moments / str(version)
-                moments.mkdir(exist_ok=True)
-                if not target.exists():
-                    (newest / _START).unlink(missing_ok=True)
-                    newest.rename(target)
-                    files.fsync(target.parent)
+        if (newest := self.newest) is not None:
+            with files.writing(f"keeping the moments of {version}"):
+                (newest / _START).unlink(missing_ok=True)
+            store.keep_moments(version, newest)
         faults.point("publish:after-moments")
 
     def discard(self) -> None:
@@ -126,21 +119,13 @@ def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float,
     return [tuple(row.tolist()) for row in rows]
 
 
-def find_moments(moments: Path, version: PolicyVersion) -> Path | None:
-    """Return the directory to `Learner.load` when training goes on from `version`, if it is there."""
-    path = moments / str(version)
-    return path if path.is_dir() else None
-
-
-def prune_moments(moments: Path, store: AdapterStore) -> None:
-    """Remove the moments of versions that are gone, and all but the newest of each name."""
-    found: dict[str, list[PolicyVersion]] = {}
-    for path in moments.glob("*@*"):
-        with suppress(ValueError):  # not ours
-            version = PolicyVersion.parse(path.name)
-            found.setdefault(version.name, []).append(version)
-    for name, versions in found.items():
-        keep = max(versions)
-        for version in versions:
-            if version != keep or version not in store.versions(name):
-                shutil.rmtree(moments / str(version), ignore_errors=True)
+def trained_in(home: Path) -> AdapterStore:
+    """Return the adapters that jobs of the owner, or of a tenant, train. Moments that lie where they were kept before
+    (optimizer/name@N beside adapters/) are moved to their versions."""
+    store, before = AdapterStore(home / "adapters"), home / "optimizer"
+    if before.is_dir():
+        for path in before.iterdir():
+            with suppress(ValueError):  # not ours
+                store.keep_moments(PolicyVersion.parse(path.name), path)
+        shutil.rmtree(before, ignore_errors=True)
+    return store

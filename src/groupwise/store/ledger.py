@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -142,7 +143,7 @@ class Ledger:
     ):
         self.path, self.tenant, self._weights = Path(path), tenant, weights
         self.max_attempts, self._rollout_bytes = max_attempts, rollout_bytes
-        self._views: list[Ledger] = []
+        self._views, self._opening = dict[str, Ledger](), threading.Lock()
         self._spool = self.path.parent / SPOOL
         self._checkpoints = self.path.parent / "checkpoints"
         self._began = time.time() - elapsed()
@@ -153,18 +154,19 @@ class Ledger:
 
     def close(self) -> None:
         """Close it, and what `of` made of it."""
-        for view in self._views:
+        for view in self._views.values():
             view.close()
         self._db.close()
 
     def of(self, tenant: str) -> Ledger:
         """Return the same ledger as one tenant sees it (the owner is ""): its jobs, rollouts, feedback and idempotency
-        keys, and none of another's. It is closed with this one."""
+        keys, and none of another's. It is opened once, and closed with this one."""
         options: dict[str, Any] = {"max_attempts": self.max_attempts, "rollout_bytes": self._rollout_bytes}
         options["weights"] = self._weights
-        view = Ledger(self.path, **options, tenant=tenant, found=self._db.found)
-        self._views.append(view)
-        return view
+        with self._opening:
+            if tenant not in self._views:
+                self._views[tenant] = Ledger(self.path, **options, tenant=tenant, found=self._db.found)
+            return self._views[tenant]
 
     # --- submitting and reading ---
 

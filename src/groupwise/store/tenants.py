@@ -1,6 +1,6 @@
 """Places each tenant's things in the state directory, and checks tenants' names.
 
-    STATE_DIR/                        the owner's: adapters/, optimizer/, tinker/, images/, as without tenants
+    STATE_DIR/                        the owner's: adapters/, tinker/, images/, as without tenants
     STATE_DIR/tenants/acme/           the same of the tenant acme
     STATE_DIR/ledger.db               jobs, rollouts and feedback of all, each row with its tenant; "" is the owner
 

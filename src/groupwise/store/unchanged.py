@@ -40,3 +40,7 @@ class Unchanged(Generic[T]):
         else:
             self._known.pop(path, None)
         return found
+
+    def forget(self, path: str) -> None:
+        """Let go of what was read of a file that is gone, and that nobody will ask for again."""
+        self._known.pop(path, None)

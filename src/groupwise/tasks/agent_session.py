@@ -41,7 +41,15 @@ from groupwise.tasks.dialects.form import ending_of
 from groupwise.tasks.dialects.responses import ResponseStore
 from groupwise.tasks.openai import AgentChatRequest, AgentReply
 from groupwise.tasks.reply import TextStream
-from groupwise.types import Completion, FinishReason, Message, PolicyVersion, SamplingParams, SamplingRequest
+from groupwise.types import (
+    Completion,
+    FinishReason,
+    Message,
+    PolicyVersion,
+    SamplingParams,
+    SamplingRequest,
+    conversation_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -263,7 +271,7 @@ class AgentSession:
             params=params,
             version=self.version,
             cache=True,
-            conversation=f"{self.seed}/{self.number}",
+            conversation=conversation_of(self.seed, self.number),
         )
         self._asked += 1
         task = asyncio.ensure_future(self._draw(request, said))
@@ -287,8 +295,7 @@ class AgentSession:
         """Return the completion; `said` hears of its tokens in this event loop, where the engine streams."""
         grammar, prepare = request.params.grammar, getattr(self.sampler, "prepare", None)
         if grammar is not None and prepare is not None:  # in a thread: others are answered meanwhile
-            episode = f"{self.seed}/{self.number}"
-            await asyncio.shield(asyncio.wrap_future(prepare(grammar, sender=episode)))
+            await asyncio.shield(asyncio.wrap_future(prepare(grammar, sender=request.conversation)))
         if said is None or "on_token" not in inspect.signature(self.sampler.submit).parameters:
             return (await self.sampler.sample([request]))[0]
         loop = asyncio.get_running_loop()

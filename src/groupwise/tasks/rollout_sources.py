@@ -35,6 +35,7 @@ from groupwise.types import (
     SamplingParams,
     SamplingRequest,
     Turn,
+    conversation_of,
 )
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class EpisodeRollouts:
                 params=drawn,
                 version=version,
                 cache=self._cache,
-                conversation=f"{seed}/{number}",
+                conversation=conversation_of(seed, number),
             )
             (completion,) = await self._sample(request)
             return completion
@@ -215,7 +216,7 @@ class EpisodeRollouts:
             n=len(players),
             version=version,
             cache=self._cache,
-            conversation=str(seed),
+            conversation=conversation_of(seed),
         )
         return [*await self._sample(request)]
 

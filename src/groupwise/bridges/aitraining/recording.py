@@ -41,6 +41,7 @@ from groupwise.types import (
     SamplingParams,
     SamplingRequest,
     Turn,
+    conversation_of,
 )
 
 if TYPE_CHECKING:
@@ -300,7 +301,7 @@ class RecordingPolicy:
             n=asked.n,
             version=self._version,
             cache=True,
-            conversation=f"{self._seed}/{self._number}",
+            conversation=conversation_of(self._seed, self._number),
         )
 
     def _left(self, asked: GenerateOptions) -> int:

@@ -41,6 +41,7 @@ from groupwise.types import (
     SamplingParams,
     SamplingRequest,
     Turn,
+    conversation_of,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class ThreeMethodRollouts:
                 n=n,
                 version=version,
                 cache=self._config.max_turns > 1,
-                conversation=str(mode.seed),
+                conversation=conversation_of(mode.seed),
             )
             for prompt, mode in zip(prompts, modes, strict=True)
         ]

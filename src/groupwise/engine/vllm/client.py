@@ -82,6 +82,15 @@ class ServerFacts:
     context_length: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class TakesWeights:
+    """How a server takes weights that are sent to it: by the `backend` that it was started with (None: not at all), in
+    the type, by torch's name, in which it keeps them (None: it rounds them in ways of its own)."""
+
+    backend: str | None
+    dtype: str | None
+
+
 def server_url(text: str) -> str:
     """ "http://gpu:8000/v1/" -> "http://gpu:8000": clients are used to write the path. Raises ConfigError."""
     url = text.strip().rstrip("/").removesuffix("/v1")
@@ -295,11 +304,14 @@ class VllmServer:
         if self._shown:
             await self._ask("POST", "/reset_encoder_cache")
 
-    async def transfer_backend(self) -> str | None:
-        """Return how the server was started to take weights that are sent to it; None: it was not. Raises ServerLost,
-        EngineError."""
+    async def taking(self) -> TakesWeights:
+        """Return how the server takes weights that are sent to it. Raises ServerLost, EngineError."""
         config = (await self._ask("GET", "/server_info?config_format=json"))["vllm_config"]
-        return (config.get("weight_transfer_config") or {}).get("backend")
+        model = config.get("model_config") or {}
+        return TakesWeights(
+            backend=(config.get("weight_transfer_config") or {}).get("backend"),
+            dtype=None if model.get("quantization") else str(model.get("dtype")).removeprefix("torch."),
+        )
 
     async def workers(self) -> int:
         """Return how many there are, each with a part of the weights. Raises ServerLost, EngineError."""

@@ -24,7 +24,7 @@ import torch
 
 from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm.answers import Sampled, likeliest
-from groupwise.engine.vllm.client import ServerFacts, VllmServer, kind_of
+from groupwise.engine.vllm.client import ServerFacts, TakesWeights, VllmServer, kind_of
 from groupwise.engine.vllm.images import Images
 from groupwise.engine.vllm.server import Shape, engine_options
 from groupwise.errors import EngineError, ModelError
@@ -156,8 +156,8 @@ class InProcess(VllmServer):
         await self._do(read)
         self.weights = path
 
-    async def transfer_backend(self) -> str | None:
-        return None
+    async def taking(self) -> TakesWeights:
+        return TakesWeights(backend=None, dtype=None)
 
     async def holds(self, label: str) -> bool:
         return self.weights == label

@@ -34,6 +34,7 @@ from groupwise.engine.vllm.handshake import Accepted
 from groupwise.engine.vllm.publish import Published
 from groupwise.engine.vllm.server import RunningServer, StartServer
 from groupwise.errors import EngineError, GroupwiseError
+from groupwise.types import group_of_conversation
 
 SILENT, UNREACHABLE = 3, 2  # looks in a row after which a server is given up
 AGAIN_S = 0.2  # before the next look at one that is in doubt, or away
@@ -102,8 +103,8 @@ class _Homes:
         self._of: OrderedDict[str, FleetMember] = OrderedDict()
 
     def of(self, conversation: str) -> FleetMember | None:
-        """Return the server that had it, or, of one that has just begun, its group: "group/7" begins as "group"."""
-        return self._of.get(conversation) or self._of.get(conversation.partition("/")[0])
+        """Return the server that had it, or, of one that has just begun, its group's beginning."""
+        return self._of.get(conversation) or self._of.get(group_of_conversation(conversation))
 
     def put(self, conversation: str, member: FleetMember) -> None:
         """Note where it is."""

@@ -1,6 +1,7 @@
 """Sends a version's weights from the learner's memory to the servers that take them so, by vLLM's own routes.
 
 way       how a server takes weights is what it was started for (`--weight-transfer-config`): see `vllm.links`
+rounding  what all servers keep in 16 bits comes rounded to these from the learner: half the bytes (`as_kept`)
 chunk     tensors as they come from the learner, until they are `PACKED_BYTES`; a request and a broadcast for each,
           to all servers at once, while the next is packed
 failure   a server that refuses, dies or takes no chunk for `vllm.sync_timeout_s` is given no more; the others go on.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,6 +33,8 @@ from groupwise.model.checkpoint_tensors import TakeTensor
 
 MEND_S = 10.0  # for a server to come out of an update that broke
 
+_KEPT = re.compile(r"(?:.*\.)?(?:(?:[qkvo]|gate|up|down)_proj|embed_tokens|lm_head)\.weight")
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -39,12 +43,14 @@ Run = Callable[[Coroutine[Any, Any, T]], "Future[T]"]
 
 @dataclass
 class Way:
-    """The way in which a server gets whole models: over a link of this kind, or (None) as files, and `why`."""
+    """The way in which a server gets whole models: over a link of this kind, or (None) as files, and `why`; and the type
+    in which it keeps them, if it is of one."""
 
     kind: str | None
     why: str = ""
     link: Link | None = None
     failed: bool = False  # since a transfer did
+    dtype: torch.dtype | None = None
 
 
 async def way_of(server: VllmServer, asked: Literal["auto", "file"], device: torch.device) -> Way:
@@ -52,18 +58,32 @@ async def way_of(server: VllmServer, asked: Literal["auto", "file"], device: tor
     if asked == "file":
         return Way(None, "vllm.transfer is file")
     try:
-        backend = await server.transfer_backend()
+        taking = await server.taking()
     except ServerLost:
         raise
     except EngineError as error:
         return Way(None, f"it does not say how it was started: {error.message}")
+    backend = taking.backend
     if backend is None:
         return Way(None, "it was started without --weight-transfer-config")
     if backend not in KINDS:
         return Way(None, f"it was started for {backend}, which this version does not speak")
     if backend != links.GlooLink.name and device.type != "cuda":  # gpu-aware
         return Way(None, f"it was started for {backend}, and the learner is on no GPU")
-    return Way(backend)
+    dtype = getattr(torch, taking.dtype or "", None)
+    return Way(backend, dtype=dtype if isinstance(dtype, torch.dtype) else None)
+
+
+def as_kept(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor of a checkpoint as a server whose weights are of this type keeps it, where that is fewer bytes.
+
+    vLLM rounds what it loads to the nearest, ties to even, as is done here: to send it rounded changes no bit. That it
+    keeps a tensor in its own type is known of the projections, embeddings and heads of all its models (0.32), nearly
+    all of a model's bytes. Routers, what corrects them, and the decays of recurrent layers are in float32 in some, and
+    are sent as they are.
+    """
+    rounds = dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize
+    return tensor.to(dtype) if rounds and _KEPT.fullmatch(name) else tensor
 
 
 def in_words(way: Way) -> str:
@@ -120,17 +140,28 @@ class Transfers:
 
     def send(self, servers: Sequence[VllmServer], label: str, stream: Callable[[TakeTensor], None]) -> None:
         """Have the servers take what `stream` gives, as `label`, if they can. Whichever has not got all of it says so
-        (`VllmServer.weights`). Not for the servers' own thread."""
+        (`VllmServer.weights`). Raises what `stream` raises; the servers are then brought out of the update, and read
+        files. Not for the servers' own thread."""
         taking = [server for server in servers if (way := self._ways.get(server)) is not None and way.kind is not None]
         if not taking:
             return
         sending = _Sending(self, taking, label)
         self._run(sending.open()).result()
-        if sending.servers:
-            stream(sending.take)
-            sending.flush()
+        try:
+            if sending.servers:
+                stream(sending.take)
+                sending.flush()
+                sending.settle()
+        except BaseException as error:
             sending.settle()
+            self._run(sending.abandon(error)).result()
+            raise
         self._run(sending.close()).result()
+
+    def dtype(self, servers: Sequence[VllmServer]) -> torch.dtype | None:
+        """Return the type in which all of these servers keep weights, if it is one."""
+        kept = {self._ways[server].dtype for server in servers}
+        return kept.pop() if len(kept) == 1 else None
 
     async def link(self, server: VllmServer) -> Link:
         """Return the link to a server, which it may have to meet first. Raises EngineError, ServerLost."""
@@ -211,6 +242,7 @@ class _Sending:
         self._transfers, self._label = transfers, label
         self.servers = list(servers)  # that still take it
         self._names, self._tensors, self._bytes = list[str](), list[Tensor](), 0
+        self._dtype = transfers.dtype(servers)
         self._under_way: Future[None] | None = None
 
     async def open(self) -> None:
@@ -225,6 +257,7 @@ class _Sending:
         """Send it, with those before and after. Never fails: whoever gives it goes on with other ranks."""
         if not self.servers:
             return
+        tensor = as_kept(name, tensor, self._dtype)
         self._names.append(name)
         self._tensors.append(tensor)
         self._bytes += tensor.nbytes
@@ -261,6 +294,15 @@ class _Sending:
     async def close(self) -> None:
         """End the update of every server that has all."""
         await self._on_all(self._end)
+
+    async def abandon(self, error: BaseException) -> None:
+        """Give up the rest: what ends it is the learner's, and a server that waited for more would take nothing else
+        until it is restarted."""
+
+        async def fail(server: VllmServer) -> None:
+            raise EngineError(f"the weights broke off: {type(error).__name__}")
+
+        await self._on_all(fail)
 
     async def _end(self, server: VllmServer) -> None:
         await server.finish_update(self._label, timeout=self._transfers.timeout_s)

@@ -131,7 +131,8 @@ class WholeModels:
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
         """Context manager in which the newest is not trained further."""
-        await self._stands.wait()
+        while not self._stands.is_set():  # training may have begun again before this went on
+            await self._stands.wait()
         self._users += 1
         self._unused.clear()
         try:
