@@ -67,8 +67,8 @@ class JobCancelled(Exception):
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
     """The resources that all jobs of one worker share. `passes` is where jobs that train at the same time join their
-    passes, `turns` has them make their steps in turn, and `threads` are torch's, as of a job by itself (None: as many as
-    torch has here)."""
+    passes, `turns` has them make their steps in turn, and `threads` are torch's, as of a job by itself (None: as
+    many as torch has here)."""
 
     base: LoadedModel
     ledger: Ledger

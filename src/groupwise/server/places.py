@@ -25,7 +25,8 @@ KEPT = 8  # one place in so many is never the same sender's as the others
 
 @dataclass(frozen=True)
 class _Request:
-    """Who asks for a place, with which key, and how many that key may have at once; None: as many as its sender."""
+    """A request for a place: its sender, its key, and how many places that key may have at once (None: as many as the
+    sender)."""
 
     sender: str
     key: str

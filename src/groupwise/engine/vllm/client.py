@@ -84,8 +84,8 @@ class ServerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TakesWeights:
-    """How a server takes weights that are sent to it: by the `backend` that it was started with (None: not at all), in
-    the type, by torch's name, in which it keeps them (None: it rounds them in ways of its own)."""
+    """The way in which a server takes weights that are sent to it: by the `backend` that it was started with (None: not
+    at all), in the type, by torch's name, in which it keeps them (None: it rounds them in ways of its own)."""
 
     backend: str | None
     dtype: str | None

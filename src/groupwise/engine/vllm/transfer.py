@@ -43,8 +43,8 @@ Run = Callable[[Coroutine[Any, Any, T]], "Future[T]"]
 
 @dataclass
 class Way:
-    """The way in which a server gets whole models: over a link of this kind, or (None) as files, and `why`; and the type
-    in which it keeps them, if it is of one."""
+    """The way in which a server gets whole models: over a link of this kind, or (None) as files, and `why`; and the
+    type in which it keeps them, if it is of one."""
 
     kind: str | None
     why: str = ""
