@@ -55,20 +55,21 @@ def outcome(made: Learner, work: Work) -> tuple[Any, list[torch.Tensor | None]]:
     return said, [None if p.grad is None else p.grad.clone() for p in made.parameters]
 
 
-def at_once(place: JointPasses, learners: Sequence[Learner], works: Sequence[Work]) -> list[Any]:
-    """What comes of each, in a thread of its own, where all first passes are one."""
-    place._free = 0
+def at_once(place: JointPasses, learners: Sequence[Learner], works: Sequence[Work], *, lanes: int = 1) -> list[Any]:
+    """What comes of each, in a thread of its own, where all first micro-batches, `lanes` of each, wait for a pass when
+    the first begins."""
+    place._free, expected = 0, lanes * len(learners)
     with ThreadPoolExecutor(len(learners)) as threads:
         begun = [threads.submit(outcome, *each) for each in zip(learners, works, strict=True)]
         until = time.monotonic() + 30
-        while len(place._waiting) < len(learners) and time.monotonic() < until:
+        while len(place._waiting) < expected and time.monotonic() < until:
             time.sleep(0.001)
         waiting = len(place._waiting)
         with place._changed:
             place._free = 1
             place._changed.notify_all()
         found = [future.result() for future in begun]
-    assert waiting == len(learners)
+    assert waiting == expected
     return found
 
 
@@ -180,6 +181,21 @@ def test_several_steps_whoever_meets_whom(base, make_samples, passes: int):
         assert [x.numpy().tobytes() for x in mine] == [x.numpy().tobytes() for x in theirs]
     assert [each.refused_steps for each in together] == [0, 0, 0, 4, 0]
     assert [each.steps for each in together] == [4, 4, 4, 0, 4]
+
+
+@pytest.mark.parametrize("kind", ["gradients", "log-probabilities"])
+def test_micro_batches_of_one_learner_that_run_side_by_side_are_in_passes_of_their_own(base, make_samples, kind: str):
+    """In one pass each would get the gradient of both, as they have the same parameters: the sum was twice too large,
+    and only its norm said so."""
+    place = JointPasses()
+    together, alone = ([learner(base, n, which, threads=2) for n in range(3)] for which in (place, None))
+    works: list[Work] = []
+    for number in range(3):
+        samples = make_samples([(40, (30, 30, 30)), (40, (30, 30, 30))], seed=number)
+        works.append(grpo(samples) if kind == "gradients" else partial(Learner.forward, samples=samples))
+    found = at_once(place, together, works, lanes=2)
+    assert_same_bytes(found, [outcome(each, work) for each, work in zip(alone, works, strict=True)])
+    assert place.counts.seats == 6 and place.counts.failed == 0 and 2 <= place.counts.passes <= 6
 
 
 def test_numbers_that_are_not_finite_stay_with_their_learner(base, make_samples):

@@ -179,12 +179,14 @@ class JointPasses:
 
     def _take(self) -> list[_Waiting[Any]]:
         """Return the next pass: what has waited longest, and what can be computed with it, up to its share of all that
-        is here."""
+        is here. Of a learner with several micro-batches side by side one is in it: gradients of two with respect to the
+        same parameters would be added up before each gets its own."""
         first, tokens = self._waiting[0], 0
         share = -(-(len(self._waiting) + self._running + len(self._coming)) // self._at_once)
         taken: list[_Waiting[Any]] = []
         for each in self._waiting:
             fits = len(taken) < share and tokens + each.seat.tokens <= PASS_TOKENS
+            fits = fits and all(each.seat.model is not other.seat.model for other in taken)
             if each is first or (each.compute is first.compute and fits):
                 taken.append(each)
                 tokens += each.seat.tokens
