@@ -6,7 +6,6 @@ import ast
 import asyncio
 import random
 import statistics
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -25,6 +24,7 @@ import torch
 from peft import PeftModel
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
+from forked import ONE_SERVER, ran
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.server import ServerLaunch
@@ -229,11 +229,12 @@ def test_an_axis_doubles_one_size(script: Any) -> None:
         assert changing == {axis.partition(",")[0]}
 
 
-def test_memory_is_what_a_run_holds_at_most() -> None:
+@ONE_SERVER
+def test_memory_is_what_a_run_holds_at_most(tmp_path: Path) -> None:
     """In a process of its own: this one holds what earlier tests left, and gives it back whenever it likes."""
     measure = "import scaling, torch; print(scaling.measured(lambda: torch.ones(16 << 20).sum(), repeats=1))"
-    said = subprocess.run([sys.executable, "-c", measure], cwd=FOLDER, capture_output=True, text=True, check=True)
-    found = ast.literal_eval(said.stdout)
+    (tmp_path / "measure.py").write_text(measure)
+    found = ast.literal_eval(ran("measure", folder=tmp_path, environment={"PYTHONPATH": str(FOLDER)}).stdout)
     assert 60 < found["mib"] < 90 and found["seconds"] > 0
 
 
