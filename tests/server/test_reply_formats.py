@@ -37,7 +37,7 @@ def test_a_call_is_forced_streamed_and_answered(tmp_path: Path, name: str) -> No
     tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
     base = dataclasses.replace(starter(), tokenizer=tokenizer)
     end = tokenizer.convert_tokens_to_ids("</think>")
-    options: dict[str, Any] = {"model": "starter", "tools": [MOVE, WAIT], "max_tokens": 150, "seed": 5, "n": 5}
+    options: dict[str, Any] = {"model": "starter", "tools": [MOVE, WAIT], "max_tokens": 150, "seed": 5, "n": 8}
     options |= {"logit_bias": {str(end): 90}}  # where a thought may stand it ends at once
     with served(tmp_path, [chat.router], base=base) as api, OpenAI(base_url=f"{api.url}/v1", api_key="none") as client:
         named: Any = {"type": "function", "function": {"name": "move"}}
