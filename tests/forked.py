@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -51,10 +52,27 @@ def forked(
         process.join()
 
 
+def ran(
+    module: str,
+    *arguments: str | Path,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    within_s: float = 300,
+) -> CompletedProcess[str]:
+    """Wait for the end of `forked`'s process, and return its code and what it said."""
+    with forked(module, *arguments, folder=folder, environment=environment) as process:
+        process.join(within_s)
+        assert process.exitcode is not None, f"{module} goes on after {within_s} s"
+        code = process.exitcode
+    said = [(folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
+    return CompletedProcess([module, *map(str, arguments)], code, *said)
+
+
 def _run(words: Sequence[str], folder: Path, variables: Mapping[str, str], parent: bool) -> None:
     gc.freeze()  # what is here would be copied by each look for garbage
     os.environ.update(variables)
     os.chdir(folder)
+    sys.path[:0] = [str(folder), *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]  # as at a start
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)

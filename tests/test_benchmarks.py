@@ -6,7 +6,6 @@ import ast
 import asyncio
 import random
 import statistics
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -25,6 +24,7 @@ import torch
 from peft import PeftModel
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
+from forked import ONE_SERVER, ran
 from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.server import ServerLaunch
@@ -229,11 +229,12 @@ def test_an_axis_doubles_one_size(script: Any) -> None:
         assert changing == {axis.partition(",")[0]}
 
 
-def test_memory_is_what_a_run_holds_at_most() -> None:
+@ONE_SERVER
+def test_memory_is_what_a_run_holds_at_most(tmp_path: Path) -> None:
     """In a process of its own: this one holds what earlier tests left, and gives it back whenever it likes."""
     measure = "import scaling, torch; print(scaling.measured(lambda: torch.ones(16 << 20).sum(), repeats=1))"
-    said = subprocess.run([sys.executable, "-c", measure], cwd=FOLDER, capture_output=True, text=True, check=True)
-    found = ast.literal_eval(said.stdout)
+    (tmp_path / "measure.py").write_text(measure)
+    found = ast.literal_eval(ran("measure", folder=tmp_path, environment={"PYTHONPATH": str(FOLDER)}).stdout)
     assert 60 < found["mib"] < 90 and found["seconds"] > 0
 
 
@@ -320,11 +321,11 @@ def test_asynchrony_reads_when_a_reward_was_reached(script: Any) -> None:
 
 def test_every_kind_of_schema_compiles_and_what_ends_is_valid(script: Any) -> None:
     structured = script("structured")
-    asked = structured.schemas(60, seed=1)
+    asked = structured.schemas(40, seed=1)
     assert {kind for kind, _ in asked} == {kind.__name__.strip("_") for kind in structured.KINDS}
     found = structured.measured(asked, max_tokens=160)["groupwise"]
-    assert found["compiled"] == 60 and not found["refused"]
-    assert found["valid"] == found["ended"] > 40 and found["cut"] == 60 - found["ended"]
+    assert found["compiled"] == 40 and not found["refused"]
+    assert found["valid"] == found["ended"] > 26 and found["cut"] == 40 - found["ended"]
 
 
 def test_an_invalid_answer_is_counted_by_its_kind(script: Any) -> None:

@@ -94,7 +94,7 @@ def test_the_first_reward(place: Path) -> None:
 
 def test_the_first_pictures(place: Path) -> None:
     """With two photographs of one's own; the real model is not at hand."""
-    few = "rollout.prompts_per_step=2 rollout.group_size=4 scoring.workers=0 eval.data.limit=4"
+    few = "rollout.prompts_per_step=2 rollout.group_size=4 scoring.workers=0 data.limit=8 eval.data.limit=4"
     reader = Reader(place, {"groupwise check": few, "groupwise run": f"{few} eval.every=0 train.steps=2"})
     reader.follow("images.md", until="## Your own photographs")
     for name in ("ripe/1.png", "unripe/2.png"):
@@ -138,12 +138,15 @@ def test_from_examples_to_rewards(place: Path) -> None:
     reader.follow("examples_to_rewards.md")
     said = " ".join(reader.said["groupwise check rewards_only.yaml"].split())
     assert "examples first (stages, kind: sft)" in said
+    both = (place / "both.yaml").read_text()
+    assert both.count("steps: 100") == 1
+    (place / "both.yaml").write_text(both.replace("steps: 100", "steps: 8"))  # a list has no overrides
     small = "rollout.prompts_per_step=4 rollout.group_size=4 train.steps=1 scoring.workers=0 eval.data.limit=2"
     ended = cli("run", "both.yaml", *small.split())
     assert ended.exit_code in (0, TrainingError.exit_code), ended.stderr  # shortened, no completion may be right
     (run,) = place.glob("runs/both-*")
     stage = (run / "stages" / "examples" / "metrics.jsonl").read_text()
-    assert stage.count('"loss/cross_entropy"') == 100 and (run / "metrics.jsonl").exists()
+    assert stage.count('"loss/cross_entropy"') == 8 and (run / "metrics.jsonl").exists()
 
 
 def test_training_without_a_reward_function(place: Path) -> None:

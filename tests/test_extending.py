@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from threads import THREADS
+from forked import ONE_SERVER, ran
+
+pytestmark = ONE_SERVER
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "extensions"
@@ -40,12 +40,10 @@ def groupwise(tmp_path: Path):
     site = tmp_path / "site"
     site.mkdir()
 
-    def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(name: str, *words: str) -> CompletedProcess[str]:
         if not any(site.glob("*.dist-info")):
             install(name, site)
-        env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": THREADS}
-        command = [sys.executable, "-m", "groupwise", *words]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        return ran("groupwise", *words, folder=tmp_path, environment={"PYTHONPATH": str(site)})
 
     return run
 

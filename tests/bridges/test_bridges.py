@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import ONE_SERVER, ran
 from groupwise import bridges
 from groupwise.extensions import extension
 
@@ -29,22 +30,24 @@ warnings.simplefilter("ignore")
 """
 
 
-def run(program: str, folder: Path, *, gone: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    program = f"GONE = {gone!r}\n{BLOCK}{program}"
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=300)
 
 
+@ONE_SERVER
 def test_the_core_trains_without_any_bridge(tmp_path: Path):
-    """One step of the starter, evaluated, with no bridge to import."""
+    """One step of the starter, evaluated, with no bridge to import; what the fork server imported before has none."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}\n{"prompt": "3 + 4", "answer": "7"}\n')
     (tmp_path / "run.yaml").write_text(
         "data: {source: prompts.jsonl}\nrewards: [groupwise.rewards.math:number_match]\nrun_dir: out\n"
         "rollout: {prompts_per_step: 2, group_size: 2, max_tokens: 4}\ntrain: {steps: 1}\nscoring: {workers: 0}\n"
     )
-    program = "from groupwise.run.loop import run_loop\nfrom groupwise.run.config_file import load_config\n"
+    program = f"GONE = ('groupwise.bridges',)\n{BLOCK}from groupwise.run.loop import run_loop\n"
+    program += "from groupwise.run.config_file import load_config\n"
     program += "print(run_loop(load_config('run.yaml')).steps)\n"
     program += "print([name for name in sys.modules if name.startswith('groupwise.bridges')])\n"
-    done = run(program, tmp_path, gone=("groupwise.bridges",))
+    (tmp_path / "without_bridges.py").write_text(program)
+    done = ran("without_bridges", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-2:] == ["1", "[]"]
 
@@ -61,7 +64,7 @@ def test_each_bridge_can_go_and_the_others_stay(tmp_path: Path):
     program += "        del sys.modules[name]\n"
     program += "    found[one] = [list(extensions(group)) for group in groups]\n"
     program += "print(json.dumps(found))\n"
-    done = run("GONE = []\n" + program, tmp_path)
+    done = run(f"GONE = []\n{BLOCK}{program}", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for gone, (formats, *_) in json.loads(done.stdout.splitlines()[-1]).items():
         lost = {gone.replace("_", "-")} | needs.get(gone, set())

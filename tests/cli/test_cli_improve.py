@@ -12,7 +12,7 @@ import pytest
 from cli_project import cli
 from wording import wording
 
-QUICK = ("train.steps=1", "rollout.prompts_per_step=32", "rollout.group_size=4", "rollout.max_tokens=6", "eval.k=2")
+QUICK = ("train.steps=1", "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_tokens=6", "eval.k=2")
 FEW = "eval.data.limit=4"
 
 

@@ -51,6 +51,8 @@ def test_a_template_is_checked_and_trains(template, judge, monkeypatch):
     given = (*SMALL, judge) if template == "judge" else SMALL
     if template == "tool-env":
         given = tuple(word for word in given if "scoring" not in word)
+    if template == "images":
+        given = (*given, "data.limit=8")  # of 960, all of which would be looked at twice
     monkeypatch.chdir("mine")
     assert cli("check", "my_run.yaml", *given, "--json").exit_code == 0
     ran = cli("run", "my_run.yaml", *given, "train.steps=2", "--json")

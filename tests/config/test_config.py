@@ -285,7 +285,7 @@ def test_the_dump_loads_as_the_same_run_from_anywhere(write, tmp_path):
     assert load_config(copy) == config
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**63 - 1),
     rate=st.floats(0, 1),

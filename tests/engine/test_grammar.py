@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,14 @@ GRAMMARS = (
     Grammar.lark('start: "(" start ")" | "x"'),
     Grammar.lark('root ::= "a" | "b" root'),
 )
+
+
+@pytest.fixture(scope="module")
+def engine(make_base, request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
+    """One for tests that leave nothing behind: the first grammar of each starts a process that vets."""
+    base = make_base(getattr(request, "param", "qwen3"), dtype=torch.float64, context=256)
+    with closing(LocalEngine(base, lanes=1)) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -90,10 +99,9 @@ def ids_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[each.token_ids for each in group] for group in groups]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("engine", ["qwen3", "gpt2"], indirect=True)
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind.value)
-def test_what_a_random_model_says_is_text_of_the_grammar(open_engine, grammar: Grammar, architecture: str) -> None:
-    engine = open_engine(architecture)
+def test_what_a_random_model_says_is_text_of_the_grammar(engine: LocalEngine, grammar: Grammar) -> None:
     sampled = engine.generate([request(grammar, n=8)])[0]
     greedy = engine.generate([request(grammar, temperature=0.0)])[0]
     narrow = engine.generate([request(grammar, n=4, top_k=1), request(grammar, n=4, top_p=0.1, min_p=0.2)])
@@ -102,8 +110,7 @@ def test_what_a_random_model_says_is_text_of_the_grammar(open_engine, grammar: G
     assert all(each.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for each in everything)
 
 
-def test_rows_without_a_grammar_are_drawn_as_if_they_were_alone(open_engine) -> None:
-    engine = open_engine()
+def test_rows_without_a_grammar_are_drawn_as_if_they_were_alone(engine: LocalEngine) -> None:
     free = [request(None, ids=(4, 5, 6 + i), n=2, max_tokens=24, presence_penalty=0.5 * (i % 2)) for i in range(3)]
     alone = engine.generate(free)
     constrained = [request(each, ids=(4, 5, 6 + i), n=2) for i, each in enumerate(GRAMMARS)]
@@ -127,8 +134,7 @@ def test_rows_are_followed_over_lanes_waiting_requests_and_adapters(open_engine,
     assert any(a != b for a, b in zip(groups[::2], groups[1::2], strict=True))
 
 
-def test_log_probabilities_are_those_of_the_whole_distribution(open_engine) -> None:
-    engine = open_engine()
+def test_log_probabilities_are_those_of_the_whole_distribution(engine: LocalEngine) -> None:
     asked = request(GRAMMARS[0], temperature=0.7, top_logprobs=3)
     (said,) = engine.generate([asked])[0]
     scored = engine.score(asked.prompt_ids, said.token_ids, asked.version, temperature=0.7)
@@ -157,8 +163,7 @@ def test_the_next_turn_of_a_conversation_goes_on_from_what_is_kept(open_engine) 
     assert ids_of([kept]) == ids_of([open_engine().generate([request(GRAMMARS[0], ids=again)])[0]])
 
 
-def test_what_else_ends_a_completion_still_does(open_engine) -> None:
-    engine = open_engine()
+def test_what_else_ends_a_completion_still_does(engine: LocalEngine) -> None:
     cut = engine.generate([request(Grammar.regex("a{50}"), max_tokens=10)])[0][0]
     assert cut.finish_reason is FinishReason.LENGTH and set(cut.text) == {"a"}
     stopped = engine.generate([request(Grammar.lark('start: "a" "b" "c" "d"'), stop=("c",))])[0][0]
@@ -172,8 +177,7 @@ def test_what_else_ends_a_completion_still_does(open_engine) -> None:
 
 
 @pytest.mark.parametrize("thoughts", ["optional", "begun"])
-def test_thoughts_are_free_and_the_answer_is_not(open_engine, thoughts: Any) -> None:
-    engine = open_engine()
+def test_thoughts_are_free_and_the_answer_is_not(engine: LocalEngine, thoughts: Any) -> None:
     grammar = replace(GRAMMARS[0], thoughts=thoughts)
     end = engine._base.tokenizer.convert_tokens_to_ids("</think>")
     bias = {"logit_bias": ((end, 8.0),), "max_tokens": 160}
@@ -209,9 +213,8 @@ def test_thoughts_are_free_and_the_answer_is_not(open_engine, thoughts: Any) -> 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_grammar_that_cannot_be_kept_to_is_refused_before_anything_is_queued(
-    open_engine, grammar: Grammar, field: str
+    engine: LocalEngine, grammar: Grammar, field: str
 ) -> None:
-    engine = open_engine()
     for ask in (lambda: engine.prepare(grammar).result(), lambda: engine.submit([request(None), request(grammar)])):
         with raises(GrammarError, field=field):
             ask()
@@ -219,8 +222,7 @@ def test_a_grammar_that_cannot_be_kept_to_is_refused_before_anything_is_queued(
     assert engine.generate([request(GRAMMARS[2])])
 
 
-def test_lenient_schemas_and_descriptive_formats_compile(open_engine) -> None:
-    engine = open_engine()
+def test_lenient_schemas_and_descriptive_formats_compile(engine: LocalEngine) -> None:
     unkept = {"type": "array", "uniqueItems": True, "items": {"type": "integer", "format": "int32"}, "maxItems": 2}
     with pytest.raises(GrammarError):
         engine.prepare(Grammar.of_json(unkept)).result()
@@ -234,9 +236,9 @@ def test_lenient_schemas_and_descriptive_formats_compile(open_engine) -> None:
         engine.prepare(Grammar.of_json(switched)).result()
 
 
-@pytest.mark.parametrize("format", sorted(grammars.FORMATS))
-def test_each_format_is_known_to_the_library(open_engine, format: str) -> None:
-    open_engine().prepare(Grammar.of_json({"type": "string", "format": format})).result()
+def test_each_format_is_known_to_the_library(engine: LocalEngine) -> None:
+    for format in sorted(grammars.FORMATS):
+        engine.prepare(Grammar.of_json({"type": "string", "format": format})).result()
 
 
 def test_a_grammar_that_fails_while_it_is_sampled_fails_its_request_alone(open_engine) -> None:

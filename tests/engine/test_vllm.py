@@ -588,9 +588,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": 
     "grammar",
     [
         Grammar.of_json(SCHEMA),
-        Grammar.regex(r"\d/[a-c]{3}"),
+        pytest.param(Grammar.regex(r"\d/[a-c]{3}"), marks=pytest.mark.slow),
         Grammar.choice(["x", 'y"z']),
-        Grammar.lark('root ::= "a" [bc]'),
+        pytest.param(Grammar.lark('root ::= "a" [bc]'), marks=pytest.mark.slow),
         Grammar(GrammarKind.CHOICE, '["x", "yz"]', thoughts="begun"),
         Grammar(GrammarKind.LARK, 'start: "@a" @a', parts=(("a", Grammar.choice(["x", "yz"])),)),
     ],

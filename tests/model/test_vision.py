@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -283,9 +284,11 @@ def test_adapters_of_the_eyes_sample_as_peft_has_it(load: Load, name: str, tmp_p
         said, again = engine.generate(requests), engine.generate(requests)
     found = list[list[Tensor]]()
     for version, mine, same in zip((None, *versions), said, again, strict=True):
-        model = load_seeing(name, tmp_path / "model").model
+        model: Any = base.model
         if version is not None:
-            model = PeftModel.from_pretrained(model, str(tmp_path / str(version)), autocast_adapter_dtype=False)
+            model = PeftModel.from_pretrained(
+                copy.deepcopy(model), str(tmp_path / str(version)), autocast_adapter_dtype=False
+            )
         found.append([])
         for each, other in zip(mine, same, strict=True):
             with torch.no_grad():

@@ -20,7 +20,7 @@ from groupwise.model.chat import encode_prompt
 from groupwise.model.image_tokens import FIRST, vision_of
 from groupwise.model.load import load_model
 from groupwise.pictures import read_picture
-from groupwise.run.loop import run_loop
+from groupwise.run.loop import RunResult, run_loop
 from groupwise.store.adapters import AdapterStore
 from groupwise.types import Prompt
 from running_jobs import Dies, adapter_bytes, metrics_of
@@ -70,15 +70,21 @@ def place(folder: Path, model: Path, **sections: Any) -> RunConfig:
     return parse_config(settings | {"folder": str(folder)} | sections)
 
 
-def test_it_trains_what_it_sees(tmp_path: Path, model: Path) -> None:
-    ran = run_loop(place(tmp_path, model))
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, model: Path) -> RunResult:
+    """The plain run, in a folder with its pictures."""
+    return run_loop(place(tmp_path_factory.mktemp("plain"), model))
+
+
+def test_it_trains_what_it_sees(ran: RunResult) -> None:
+    folder = ran.run_dir.parents[1]
     assert ran.trained
     measured = metrics_of(ran.run_dir)
     steps = [line for line in measured if "optim/grad_norm" in line]
     assert len(steps) == 2 and all(line["optim/grad_norm"] > 0 for line in steps)
     assert all(line["mismatch/logprob_diff_max"] < 1e-4 for line in steps)
     kept = sorted(path.name for path in (ran.run_dir / "images").iterdir())
-    pictures = [read_picture(f"{count}.png", folder=tmp_path) for count in range(1, 6)]
+    pictures = [read_picture(f"{count}.png", folder=folder) for count in range(1, 6)]
     assert kept == sorted(f"{each.digest}.png" for each in pictures)
     lines = [
         json.loads(line) for path in (ran.run_dir / "rollouts").iterdir() for line in path.read_text().splitlines()
@@ -88,8 +94,7 @@ def test_it_trains_what_it_sees(tmp_path: Path, model: Path) -> None:
     assert part["type"] == "image" and part["image"] in [f"sha256:{each.digest}" for each in pictures]
 
 
-def test_the_adapter_answers_the_same_with_peft(tmp_path: Path, model: Path) -> None:
-    ran = run_loop(place(tmp_path, model))
+def test_the_adapter_answers_the_same_with_peft(ran: RunResult, model: Path) -> None:
     base = load_model(str(model), device="cpu", dtype="float32")
     vision = vision_of(base.model)
     assert vision is not None

@@ -214,7 +214,7 @@ def test_jobs_that_make_way_for_each_other_leave_what_they_leave_alone(base, pla
     monkeypatch.setattr(job_queue, "AT_LEAST_S", 0.0)
     monkeypatch.setattr(job_queue, "POLL_S", 0.002)
     monkeypatch.setattr(ledger_turns, "QUANTUM", 64)
-    jobs = [(name, payload, {**more, LENGTH[more.get("kind", "grpo")]: 12}) for name, payload, more in MIXED]
+    jobs = [(name, payload, {**more, LENGTH[more.get("kind", "grpo")]: 7}) for name, payload, more in MIXED]
     submit(place, [*jobs[:1], *jobs])  # the first adapter has two
     found = together(place)
     assert found == alone(base, tmp_path / "alone", [*jobs[:1], *jobs])

@@ -71,7 +71,13 @@ EXAMPLES = {
 }
 PREFERENCES = {"name": "preferences", "kind": "dpo", "train": {"steps": 3}, "dpo": {"beta": 0.2}}
 PROMPTS = {"source": "rows.jsonl", "columns": {"answer": "chosen"}}
-REWARDED = {"kind": "grpo", "data": PROMPTS, "rewards": ["running_jobs:says_a"], "rollout": {"refill": 1.0}}
+REWARDED = {
+    "kind": "grpo",
+    "data": PROMPTS,
+    "rewards": ["running_jobs:says_a"],
+    "rollout": {"refill": 1.0},
+    "train": {"steps": 2},
+}
 
 
 def test_as_a_stage_it_is_relative_to_where_it_starts(file, tmp_path: Path):

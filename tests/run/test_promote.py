@@ -72,10 +72,10 @@ def test_kl_is_measured_against_what_is_active_and_the_start_is_active_first(tmp
 
 
 def test_a_run_that_was_killed_promotes_what_the_whole_one_does(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"promote": {"against": "active", "margin": 0.3}, "train": {"steps": 4}, "eval": EVAL}
+    sections: dict[str, Any] = {"promote": {"against": "active", "margin": 0.3}, "train": {"steps": 3}, "eval": EVAL}
     whole = run_loop(config(tmp_path / "whole", **sections))
     with pytest.raises(Dies.Now):
-        run_loop(config(tmp_path, resume="auto", **sections), display=Dies(4, total=4, stream=io.StringIO()))
+        run_loop(config(tmp_path, resume="auto", **sections), display=Dies(3, total=3, stream=io.StringIO()))
     again = run_loop(config(tmp_path, resume="auto", **sections))
     assert again.promoted == whole.promoted and store_of(again).active == store_of(whole).active
     versions = store_of(whole).versions("run")

@@ -37,7 +37,7 @@ EVALUATED = {
 ALL = {
     "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8, "refill": 2.0}
     | {"replay": {"size": 8, "share": 0.5}, "reroll": {"max_groups": 1}},
-    "train": {"steps": 6, "learning_rate": 1e-3, "minibatches": 2, "passes": 2, "lora": {"rank": 4, "dropout": 0.1}},
+    "train": {"steps": 4, "learning_rate": 1e-3, "minibatches": 2, "passes": 2, "lora": {"rank": 4, "dropout": 0.1}},
     "algo": {"kl": "k3", "kl_coeff": 0.1, "kl_target": 0.01, "reference": "ema", "reference_decay": 0.5},
     "data": {"curriculum": {"weight": True}},
 }
@@ -99,10 +99,11 @@ def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
     ],
 )
 def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
+    sections = {"train": {"steps": 4}, **sections}
     whole = run_loop(config(tmp_path / "whole", **sections)).run_dir
-    first = died(tmp_path, 5, **sections)
+    first = died(tmp_path, 3, **sections)
     result = run_loop(config(tmp_path, resume="auto", **sections))
-    assert result.run_dir == first and result.steps == 6
+    assert result.run_dir == first and result.steps == 4
     assert metrics_of(first) == metrics_of(whole)
     assert rollouts_of(first) == rollouts_of(whole)
     assert adapter_bytes(first) == adapter_bytes(whole) != {}
@@ -146,7 +147,12 @@ def replayed_of(run_dir: Path) -> list[float]:
 @pytest.mark.slow
 def test_with_routing_replay_it_goes_on_bit_for_bit(tmp_path: Path, mixture: dict) -> None:
     """The groups of the replay buffer, carried over from steps before the death, keep their experts."""
-    train = {**ALL["train"], "lora": {"rank": 2, "targets": ["all-linear", "experts"]}, "router_replay": True}
+    train = {
+        **ALL["train"],
+        "steps": 6,
+        "lora": {"rank": 2, "targets": ["all-linear", "experts"]},
+        "router_replay": True,
+    }
     rollout = {**ALL["rollout"], "refill": 1.0}  # and no KL: groups of equal rewards make room for others
     sections = {**mixture, **KEPT, "train": train, "rollout": rollout}
     whole = run_loop(config(tmp_path / "whole", **sections)).run_dir

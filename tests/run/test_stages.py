@@ -18,7 +18,7 @@ from groupwise.model.chat import encode_prompt
 from groupwise.model.load import plain_attention
 from groupwise.run.check import check
 from groupwise.run.evaluate import Evaluation, load_evaluations
-from groupwise.run.loop import run_loop
+from groupwise.run.loop import RunResult, run_loop
 from groupwise.run.stop_request import StopRequest
 from groupwise.store.checkpoint import read
 from groupwise.store.tracking import read_metrics
@@ -34,8 +34,12 @@ ROWS = [
 @pytest.fixture
 def file(tmp_path: Path) -> Callable[..., RunConfig]:
     """`file(kind="sft", ...)`: a run in `tmp_path` with its examples; sections are merged into it."""
+    return file_in(tmp_path)
+
+
+def file_in(folder: Path) -> Callable[..., RunConfig]:
     rollout = {"prompts_per_step": 3, "group_size": 4, "max_tokens": 8, "refill": 1.0}
-    return from_file(tmp_path, ROWS, rewards=["groupwise.rewards.text:exact_match"], rollout=rollout)
+    return from_file(folder, ROWS, rewards=["groupwise.rewards.text:exact_match"], rollout=rollout)
 
 
 def test_examples_longer_than_the_context_are_passed_over_and_counted(file, tmp_path: Path):
@@ -165,11 +169,18 @@ def test_a_run_goes_on_from_its_stages(file):
     assert kl and kl[0] == pytest.approx(0, abs=1e-9)  # from what the stages left
 
 
+TWICE = [STAGE, {**STAGE, "name": "again", "train": {"steps": 4, "learning_rate": 1e-3}}]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A run with two stages that nothing disturbed."""
+    return run_loop(file_in(tmp_path_factory.mktemp("whole"))(stages=TWICE))
+
+
 @pytest.mark.parametrize("after", [2, 3 + 2, 3 + 4 + 2])
-def test_one_that_dies_in_a_stage_goes_on_there(file, tmp_path: Path, after: int):
-    stages = [STAGE, {**STAGE, "name": "again", "train": {"steps": 4, "learning_rate": 1e-3}}]
-    whole = run_loop(file(stages=stages, output_dir=str(tmp_path / "whole")))
-    config = file(stages=stages, resume="auto")
+def test_one_that_dies_in_a_stage_goes_on_there(file, tmp_path: Path, whole: RunResult, after: int):
+    config = file(stages=TWICE, resume="auto")
     with pytest.raises(Dies.Now):
         run_loop(config, display=DiesAfter(after))
     again = run_loop(config)

@@ -25,6 +25,7 @@ from groupwise.run.plan import make_plan
 from groupwise.store.tracking import read_metrics
 from groupwise.types import FinishReason, Rollout
 from running_jobs import groups_of, two_steps
+from slow_cases import slow_but
 from wording import raises
 
 CODE = '''
@@ -120,7 +121,7 @@ def answers(rollouts: Sequence[Rollout]) -> list[str]:
     return [split_thinking(each.text)[1] for each in whole]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but({"regex", "json"}, of=FORMS))
 def test_every_completion_matches_and_is_trained_as_it_was_drawn(settings, form: str):
     asked, pattern = FORMS[form]
     evaluated = {"data": {"source": "code.jsonl", "limit": 3}, "every": 0}

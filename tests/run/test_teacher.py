@@ -209,7 +209,8 @@ def test_check_tries_a_teacher_that_samples(tmp_path: Path, better: str):
 
 @pytest.mark.parametrize("context", ["answer", "best_completion"])
 def test_the_policy_with_context_teaches_itself(tmp_path: Path, context: str):
-    result = run_loop(config(tmp_path, teacher={**SELF, "context": context, "reward_weight": 0.0}))
+    teacher = {**SELF, "context": context, "reward_weight": 0.0}
+    result = run_loop(config(tmp_path, teacher=teacher, train={"steps": 3}))
     steps = metrics_of(result.run_dir)
     assert all(step["optim/grad_norm"] > 0 for step in steps if step["train/samples"])
     shares = {step["teacher/scored_frac"] for step in steps}
@@ -266,10 +267,10 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, better: str, teacher: dict, roll
     """Also what the replay buffer holds of a teacher's."""
     teacher = teacher if "self" in teacher else {"adapter": better, **teacher}
     sections = {"teacher": teacher, "rollout": {"prompts_per_step": 2, "group_size": 4, "max_tokens": 8} | rollout}
-    sections["adapters"] = {"keep": 100}
+    sections |= {"adapters": {"keep": 100}, "train": {"steps": 4}}
     whole = run_loop(config(tmp_path / "whole", **sections)).run_dir
     with pytest.raises(Dies.Now):
-        run_loop(config(tmp_path, resume="auto", **sections), display=Dies(5, total=6, stream=io.StringIO()))
+        run_loop(config(tmp_path, resume="auto", **sections), display=Dies(3, total=4, stream=io.StringIO()))
     again = run_loop(config(tmp_path, resume="auto", **sections)).run_dir
     assert metrics_of(again) == metrics_of(whole) and rollouts_of(again) == rollouts_of(whole)
     assert adapter_bytes(again) == adapter_bytes(whole) != {}
@@ -278,8 +279,9 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, better: str, teacher: dict, roll
 def test_ahead_of_training_it_is_the_version_that_sampled(tmp_path: Path):
     """With sampling ahead of training the version is kept until its groups are scored."""
     rollout = {"prompts_per_step": 4, "group_size": 4, "max_tokens": 8, "max_staleness": 2}
-    result = run_loop(config(tmp_path, teacher={**SELF, "context": "answer"}, rollout=rollout))
-    assert result.steps == 6
+    train = {"steps": 4}
+    result = run_loop(config(tmp_path, teacher={**SELF, "context": "answer"}, rollout=rollout, train=train))
+    assert result.steps == 4
     for step in metrics_of(result.run_dir):
         assert step["teacher/scored_frac"] == 1 and step["rollout/error_frac"] == 0
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.config.promote import Bounds, PromoteConfig
@@ -99,6 +99,7 @@ def test_what_is_as_good_as_the_active_version_and_worse_than_the_best_does_not_
     assert judge(done(active), done(active), kl=None, bounds=options, best=again).passed
 
 
+@settings(max_examples=20)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.floats(0, 0.5))
 def test_a_version_that_is_better_everywhere_is_never_more_doubtful(rewards: list[float], gain: float) -> None:
     better = [min(1.0, each + gain) for each in rewards]

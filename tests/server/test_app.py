@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -18,6 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from forked import ONE_SERVER, forked
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import DeviceLostError, ModelError
 from groupwise.server.app import serve
@@ -81,14 +83,14 @@ class Process:
         return True
 
 
-def start(state_dir: Path, *, before: str = "", **settings: Any) -> Process:
+def start(state_dir: Path, **settings: Any) -> Process:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     given = {"state_dir": str(state_dir), "port": port, "min_free_bytes": 0, "worker_threads": 1, **settings}
     environment = {**os.environ, "OMP_NUM_THREADS": THREADS, "GROUPWISE_API_KEY": ""}
     popen = subprocess.Popen(
-        [sys.executable, "-c", before + SERVE, json.dumps(given)], stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", SERVE, json.dumps(given)], stderr=subprocess.PIPE, text=True, env=environment
     )
     process = Process(popen, given["port"])
 
@@ -200,21 +202,23 @@ def test_a_life(started: Process) -> None:
         socket.create_connection(("127.0.0.1", started.port), timeout=1)
 
 
+@ONE_SERVER
 def test_a_server_whose_gpu_is_lost_ends_to_be_started_again(model_dir: Path, tmp_path: Path) -> None:
-    process = start(tmp_path / "state", before=LOSES_ITS_GPU, model=str(model_dir), shutdown_timeout_s=60)
-    try:
-        assert process.said("ready on"), process.lines
-        with httpx2.Client(base_url=process.url, timeout=START_S) as http:
+    (tmp_path / "loses_its_gpu.py").write_text(LOSES_ITS_GPU + SERVE)
+    given = {"state_dir": str(tmp_path / "state"), "port": 0, "min_free_bytes": 0, "worker_threads": 1}
+    given |= {"model": str(model_dir), "shutdown_timeout_s": 60}
+    said = tmp_path / "stderr"
+    with forked("loses_its_gpu", json.dumps(given), folder=tmp_path, environment={"GROUPWISE_API_KEY": ""}) as process:
+        assert becomes(lambda: said.exists() and "ready on" in said.read_text(), within_s=START_S), said.read_text()
+        (url,) = re.findall(r"ready on (\S+)", said.read_text())
+        with httpx2.Client(base_url=url, timeout=START_S) as http:
             assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
             lost = http.post("/v1/chat/completions", json=CHAT | {"temperature": 0.71})
         assert (lost.status_code, lost.json()["error"]["code"]) == (503, "device_lost")
         assert int(lost.headers["retry-after"]) >= 1
-        assert process.popen.wait(timeout=START_S) == 75
-        assert process.said("is lost to this process")
+        process.join(START_S)
+        assert process.exitcode == 75 and "is lost to this process" in said.read_text()
         assert becomes(lambda: not running(str(tmp_path / "state")), within_s=START_S)
-    finally:
-        process.popen.kill()
-        process.popen.wait()
 
 
 def test_health_says_that_the_gpu_is_lost(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_a_session_keeps_its_answerer_and_the_share_is_kept() -> None:
 # ---- a server with a gate ----
 
 
-def train(server: Whole, *, learning_rate: float, steps: int = 4) -> Job:
+def train(server: Whole, *, learning_rate: float, steps: int = 1) -> Job:
     """A job on one group, as a worker and the supervisor do it."""
     body = {"prompts": [[{"role": "user", "content": "What is 4 + 5? Reply with just the number."}]], "n": 4}
     sampled = server.http.post("/v1/completions/batch", json={**body, "max_tokens": 8, "seed": 1}).json()["completions"]

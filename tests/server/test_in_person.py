@@ -14,7 +14,7 @@ from groupwise.server import chat
 from groupwise.server.sampling import IN_PERSON
 from serving import Served, served
 
-ASK = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 400, "ignore_eos": True}
+ASK = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 200, "ignore_eos": True}
 
 
 @pytest.fixture

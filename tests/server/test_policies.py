@@ -843,4 +843,4 @@ def check_any_order(marked: Marked, engine: LocalEngine, *, examples: int, steps
 
 
 def test_any_order(marked: Marked, engine: LocalEngine):
-    check_any_order(marked, engine, examples=15, steps=25)
+    check_any_order(marked, engine, examples=8, steps=25)

@@ -101,7 +101,7 @@ def streamed(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str
 
 
 @given(token_lists())
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_what_is_given_out_is_never_taken_back(case) -> None:
     """After every token the pieces so far begin the text so far, whatever the tokens are."""
     tokenizer, ids = case
@@ -174,7 +174,7 @@ STOPS = st.lists(
 
 
 @given(token_lists(), STOPS)
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_a_stream_joins_to_the_text_and_never_shows_a_stop_string(case, stop) -> None:
     tokenizer, ids = case
     ids, text = as_the_engine_stops(tokenizer, ids, stop=stop)
@@ -347,7 +347,7 @@ def replies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 @given(replies(), st.data())
 @example((f"a\n<tool_call>{CALL}", {"calls": FORMATS["hermes"]}), None)
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_a_reply_is_split_alike_however_it_is_cut(reply, data) -> None:
     text, options = reply
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text))))) if data else range(len(text))
@@ -359,7 +359,7 @@ def test_a_reply_is_split_alike_however_it_is_cut(reply, data) -> None:
 
 
 @given(replies())
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_a_split_reply_is_what_is_made_of_the_whole(reply) -> None:
     text, options = reply
     assume(options["calls"])

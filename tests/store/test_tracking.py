@@ -324,7 +324,7 @@ def shared_tracking(tmp_path_factory):
         yield tracking
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(step=st.lists(groups(), max_size=2))
 def test_rollouts_come_back_exactly(shared_tracking, step):
     path = shared_tracking.rollouts(12, step)

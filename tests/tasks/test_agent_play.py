@@ -737,7 +737,7 @@ def test_a_run_trains_an_agent(tmp_path):
         tmp_path,
         name="agent",
         env={"agent": "calculating:Calculating", "args": {"n": 8}, "max_turns": 3},
-        rollout={"prompts_per_step": 4, "group_size": 4, "max_tokens": 40},
+        rollout={"prompts_per_step": 2, "group_size": 4, "max_tokens": 40},
         train={"steps": 1},
     )
     (row,) = read_metrics(result.run_dir / "metrics.jsonl")

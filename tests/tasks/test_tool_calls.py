@@ -176,7 +176,7 @@ REPLIES = st.text(max_size=40) | st.lists(st.sampled_from(MARKERS) | st.text(max
 
 
 @given(REPLIES, st.sampled_from(list(FORMATS.values())), st.booleans())
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_no_reply_is_an_error_and_nothing_of_it_is_lost(text: str, form: ReplyFormat, thinking: bool) -> None:
     parsed = parse(text, form, thinking=thinking)
     assert [call["id"] for call in parsed.calls] == [form.call_id(i) for i in range(len(parsed.calls))]

@@ -29,11 +29,12 @@ def making(strategy: type[DataParallel], size: int, **options: Any):
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2)])
 def test_ranks_train_what_one_process_trains(make_base, make_samples, ranks: int, size: int) -> None:
-    """All verbs; of four ranks that share two key-value heads; of two pairs, each with a share of the batch."""
+    """All verbs of two pairs, each with a share of the batch; steps of one pair, and of four ranks that share two
+    key-value heads."""
     samples = near_policy(make_base(), make_samples(UNEVEN), lora=LORA)
 
     def run(make, **options) -> list[Seen]:
-        return everything(start(make, make_base(), lora=LORA, **options), samples)
+        return everything(start(make, make_base(), lora=LORA, **options), samples, steps_only=ranks == size)
 
     alone = run(Learner)
     found = on_ranks(lambda ranks: run(making(DataParallel, size), ranks=ranks), size=ranks)

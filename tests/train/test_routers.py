@@ -122,8 +122,8 @@ def test_the_shares_of_micro_batches_add_up_to_one(make_base, monkeypatch, reduc
     """However a batch is cut: sequences whose segments, or prompts whose completions, are in several micro-batches."""
     samples = [replace(sample, group=i // 8) for i, sample in enumerate(SEVERAL[given])]
     spec = resolve_loss("grpo", reduction=reduction, **({"reduction_length": 8} if reduction == "constant" else {}))
+    learner = Learner(make_base("qwen3_moe", router_aux_loss_coef=0.5), lora=LoraSpec(rank=2, targets=["gate"]))
     for micro_tokens in (9, 40, 4096):
-        learner = Learner(make_base("qwen3_moe", router_aux_loss_coef=0.5), lora=LoraSpec(rank=2, targets=["gate"]))
         learner.set_micro_tokens(micro_tokens)
         shares: list[float] = []
 

@@ -42,7 +42,7 @@ def batch() -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("spec", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("spec", ["grpo", "gspo", pytest.param("cispo", marks=pytest.mark.slow)])
 def test_a_training_step_waits_once_for_each_part(make_base, spec: str):
     gpu, loss = SimulatedGpu(), resolve_loss(spec)
     mine = {}

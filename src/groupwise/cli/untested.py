@@ -57,7 +57,8 @@ def unmarked(text: str) -> list[int]:
     """Return the lines of a module's source at which statements begin that ask for a GPU and have no mark."""
     if not any(word in text for word in (*_KINDS, "pin_memory")):
         return []
-    comments, ranges = _comments(text), [(first, last) for first, last, *_ in _marked(text)]
+    comments = _comments(text)
+    ranges = [(first, last) for first, last, *_ in _marked(text)] if comments else []
     asking = set[int]()
     for statement in _statements(ast.parse(text)):
         first, last = _header(statement)
@@ -87,7 +88,9 @@ def _marked(text: str) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _comments(text: str) -> dict[int, str]:
-    """Return the comment of each line that has one."""
+    """Return the comment of each line that has one, if one of them is a mark."""
+    if "# gpu-" not in text:
+        return {}
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
 
@@ -126,8 +129,14 @@ def _asks(node: ast.AST) -> bool:
     if isinstance(node, ast.Compare):
         return any(isinstance(each, ast.Constant) and each.value in _KINDS for each in ast.walk(node))
     if isinstance(node, ast.Attribute):
-        of_cuda = ast.unparse(node.value) == "torch.cuda" and node.attr not in _ANYWHERE
-        return of_cuda or node.attr in ("is_cuda", "pin_memory", "pin_memory_device")
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device":
-        return any(isinstance(each, ast.Constant) and each.value in _KINDS for each in node.args)
+        value = node.value
+        of_cuda = isinstance(value, ast.Attribute) and value.attr == _KINDS[0] and _is_torch(value.value)
+        return (of_cuda and node.attr not in _ANYWHERE) or node.attr in ("is_cuda", "pin_memory", "pin_memory_device")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "device":
+        named = any(isinstance(each, ast.Constant) and each.value in _KINDS for each in node.args)
+        return named and _is_torch(node.func.value)
     return False
+
+
+def _is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
