@@ -18,9 +18,7 @@ from .traffic import Traffic
 from .verdict import judge
 
 LEARNERS, KILLS = 16, 30
-ALL_AT_ONCE = (
-    10  # every so many-th kill hits all learners; until the next such one those that were hit train one at a time
-)
+ALL_AT_ONCE = 10  # every so many-th kill hits all learners; between two of them the learners hit resume one at a time
 SERVERS = 4  # every so many-th kill is the server's
 LONGEST_LIFE_S = 4.0  # from when a job is trained
 TAKEN_S = 1200.0

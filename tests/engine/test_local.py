@@ -907,7 +907,7 @@ def test_interactive_requests_go_first(open_engine):
         open_engine(max_rows=4, reserved_rows=4)
 
 
-def test_batches_stand_still_while_somebody_is_answered(open_engine, monkeypatch):
+def test_batches_pause_while_interactive_requests_run(open_engine, monkeypatch):
     """They go on when the answer is there, or once they have stood still for some times as long as a step took; what
     both say is what they say alone."""
     engine, said, asked = open_engine(max_rows=8), list[str](), threading.Event()

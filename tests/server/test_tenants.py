@@ -234,7 +234,7 @@ SAID = {
     "same": "{status}, as for one that does not exist",
     "own": "its own",
     "owners": "{status}",
-    "nothing": "names nobody's",
+    "nothing": "no tenant's data",
 }
 
 

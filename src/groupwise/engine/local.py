@@ -79,17 +79,17 @@ BATCH_PAUSE_FACTOR = 4.0  # pause of a batch lane, in durations of its last step
 
 @dataclass(eq=False)
 class DecoderLane:
-    """A decoder and its work. `load` counts completions that were submitted and are not done; `refused` is the number
-    of rows that were free when the lane got none, if it has none now; `due` is when its pause for interactive requests
-    ends."""
+    """A decoder and its work. `load` counts submitted completions that are not done. `free_when_starved` is how many
+    rows were free when the lane got none; None while it has rows, or has not asked since. `paused_until` is the time
+    (`time.monotonic`) when its pause for interactive requests ends."""
 
     decoder: Decoder
     urgent: Queue = field(default_factory=deque)
     waiting: Queue = field(default_factory=deque)
     calls: deque[tuple[Callable[[], Any], Future[Any]]] = field(default_factory=deque)
     load: int = 0
-    refused: int | None = None
-    due: float = 0.0
+    free_when_starved: int | None = None
+    paused_until: float = 0.0
 
 
 @dataclass(eq=False)
@@ -387,7 +387,7 @@ class LocalEngine(Scores):
                 vision.prepare(picture)
         try:
             self._queue(jobs)
-        except Exception as error:  # the engine was closed, or is lost: whoever waits must hear of it
+        except Exception as error:  # the engine was closed, or is lost: the waiting requests fail
             for job in jobs:
                 with suppress(InvalidStateError):
                     job.future.set_exception(error)
@@ -403,7 +403,7 @@ class LocalEngine(Scores):
             if (by := self._replaced.get(job.version)) is not None:
                 job.follow(by.version, by.weights, recompute=by.recompute)
             lane = min(lanes.every[: lanes.used], key=lambda lane: lane.load)
-            lane.load, lane.refused = lane.load + job.request.n, None
+            lane.load, lane.free_when_starved = lane.load + job.request.n, None
             job.future.add_done_callback(lambda _, lane=lane, n=job.request.n: self._unload_lane(lane, n))
             (lane.urgent if job.request.interactive else lane.waiting).append(job)
 
@@ -423,8 +423,8 @@ class LocalEngine(Scores):
         cells: tuple[Sequence[int], Sequence[int]] = ((), ()),
         temperature: float = 1.0,
     ) -> SequenceScores:
-        """See `Scores.score_sequence`. The LM head runs for places that are asked for, some of them at a time. In
-        an image's, which nobody says, it is token 0 that is scored."""
+        """See `Scores.score_sequence`. The LM head runs for the requested places only, a chunk at a time. At
+        the places of an image, which no policy samples, token 0 is scored."""
         ids, (cell_places, cell_ids) = tuple(ids), cells
         places = sorted({*range(first, len(ids)), *cell_places})
         if places and not 1 <= places[0] <= places[-1] < len(ids):
@@ -649,7 +649,7 @@ class LocalEngine(Scores):
     @torch.inference_mode()
     def _work(self, lane: DecoderLane) -> None:
         lanes = self._batches if lane in self._batches.every else self._interactive
-        torch.set_num_threads(max(1, self._threads // lanes.used))  # a new thread has as many as whoever set them last
+        torch.set_num_threads(max(1, self._threads // lanes.used))  # a new thread has as many as were set last
         decoder, gives_way, rests = lane.decoder, lanes is not self._interactive, True
         while True:
             with self._wakeup:
@@ -664,9 +664,9 @@ class LocalEngine(Scores):
                 continue
             rests = False
             with self._wakeup:
-                if gives_way and (still := lane.due - time.monotonic()) > 0:
+                if gives_way and (still := lane.paused_until - time.monotonic()) > 0:
                     self._wakeup.wait_for(
-                        lambda: self._closing or lane.calls or not self._somebody_is_answered(), timeout=still
+                        lambda: self._closing or lane.calls or not self._interactive_runs(), timeout=still
                     )
                 if self._closing:
                     return self._fail(lane, GroupwiseError("the engine was closed"))
@@ -679,28 +679,28 @@ class LocalEngine(Scores):
                 with self._turns:
                     self._drop_cancelled(lane)
                     got = decoder.admit(lane.urgent, lane.waiting)
-                    lane.refused = None if got or decoder.active else free
+                    lane.free_when_starved = None if got or decoder.active else free
                     if decoder.active:
                         decoder.decode()
-            except Exception as error:  # the boundary of the thread: whoever waits must hear of it
+            except Exception as error:  # the boundary of the thread: the waiting requests fail
                 self._fail(lane, error)
             now = time.monotonic()
-            lane.due = now + BATCH_PAUSE_FACTOR * (now - began)
-            if any(other.refused is not None for other in self._lanes):
+            lane.paused_until = now + BATCH_PAUSE_FACTOR * (now - began)
+            if any(other.free_when_starved is not None for other in self._lanes):
                 with self._wakeup:
                     self._wakeup.notify_all()  # rows may have been given back, even within this turn
 
-    def _somebody_is_answered(self) -> bool:
-        """Return whether interactive requests have rows, or may get some now. Where they wait for rows, batches go
-        on."""
-        return any(lane.load and lane.refused is None for lane in self._interactive.every)
+    def _interactive_runs(self) -> bool:
+        """Return whether interactive requests have rows, or may get some now. While they wait for rows, batches run."""
+        return any(lane.load and lane.free_when_starved is None for lane in self._interactive.every)
 
     def _has_work(self, lane: DecoderLane) -> bool:
         """Return whether a lane has rows, or requests that may get some now."""
-        return lane.decoder.active > 0 or (bool(lane.urgent or lane.waiting) and self._budget.free != lane.refused)
+        waits = bool(lane.urgent or lane.waiting)
+        return lane.decoder.active > 0 or (waits and self._budget.free != lane.free_when_starved)
 
     def _drop_cancelled(self, lane: DecoderLane) -> None:
-        """Forget requests whose future was cancelled, as whoever asked has gone away, or failed."""
+        """Forget requests whose future was cancelled (the client has gone away) or failed."""
         for queue in (lane.urgent, lane.waiting):
             while queue and queue[0].future.done():
                 queue.popleft()
@@ -709,7 +709,7 @@ class LocalEngine(Scores):
     def _answer(self, function: Callable[[], Any], future: Future[Any]) -> None:
         try:
             future.set_result(function())
-        except Exception as error:  # belongs to whoever asked
+        except Exception as error:  # the caller's
             future.set_exception(self._noted(error))
 
     def _noted(self, error: Exception) -> Exception:

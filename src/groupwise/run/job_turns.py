@@ -1,9 +1,9 @@
 """Decides which of the jobs at hand makes its next step: none gets far ahead of one that could make a step itself.
 
-A job may always make a step while nobody else does, so that processors are never idle for fairness. Beside others it
-waits once it is SLACK tokens ahead of the one furthest behind (`ledger_turns` says what that counts), until that one
-has caught up or nobody computes. Small steps of jobs that keep pace are so made together, in joint passes; a job with
-steps of thousands of tokens waits while others make many of theirs.
+A job may always make a step while no other job computes, so that fairness never leaves processors idle. While others
+compute, a job waits once it is SLACK tokens ahead of the job furthest behind (`ledger_turns` says how tokens count),
+until that job has caught up or no job computes. So jobs that keep pace make their small steps together, in joint
+passes; a job with steps of thousands of tokens waits while others make many of theirs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Places for requests: so many at once, so many waiting, and none of it for one sender alone.
+"""Places for requests: a bound on requests at a time and on waiting ones, and on one sender's part of both.
 
     places = Places(256, 1024, patience_s=120.0)
     async with places.held(sender): ...
 
-A sender is an address, a key or a tenant. Of every eight places one is kept for others than the sender that has most,
-so that a client that opens a thousand connections keeps nobody out. Who waits is served in turns: the sender with the
-fewest places first, and of one sender who came first. A key may have a bound of its own (`groupwise keys add
---concurrent-requests`): what it sends beyond that waits, and those behind it do not.
+A sender is an address, a key or a tenant. One sender gets at most seven of every eight places, so that a client that
+opens a thousand connections cannot keep the others out. Waiting requests are served in turns: the sender with the
+fewest places first, and the oldest request of one sender first. A key may have a limit of its own (`groupwise keys add
+--concurrent-requests`): its requests beyond the limit wait, and requests of others pass them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Places:
             self._serve()
 
     async def _take(self, request: _Request) -> None:
-        if self._may_have(request):  # then nobody who waits may: they would have been served
+        if self._may_have(request):  # then no waiting request may: it would have been served
             self._give(request)
             return
         sender = request.sender

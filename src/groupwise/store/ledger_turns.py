@@ -1,23 +1,23 @@
 """Decides whose turn it is: which of the waiting jobs is taken next, and who makes way for it.
 
-A job waits for those of its tenant that came before it and have to do with it: those that make a version of the same
-adapter, or of the one that it continues (`base_adapter`), or that continue the adapter it makes a version of. So jobs
-of one adapter run in the order in which they were posted, whoever runs beside them, and each begins from what it would
-have begun from had all run one after another.
+A job waits for every earlier job of its tenant that makes a version of the same adapter, or of the adapter that it
+continues (`base_adapter`), or that continues the adapter that it makes a version of. So jobs of one adapter run in the
+order in which they were posted, whatever else runs, and each starts from the same version as if all jobs had run one
+at a time.
 
-Who has had less goes first (start-time fair queueing, Goyal et al. 1996). A tenant has a clock, which counts the tokens
-that were trained for it over its weight, and so has each of its adapters, which counts them over the job's. Of the jobs
-that may run it is the turn of one of the tenant that is furthest behind, of its adapter that is, the oldest. A job that
-has come QUANTUM tokens ahead of one that waits makes way for it: it is saved, waits, and goes on when it is behind.
-So an adapter gets its share of the tokens while it has work, whoever has more, and soon.
+The tenant and adapter with the fewest tokens go first (start-time fair queueing, Goyal et al. 1996). Each tenant has a
+clock, which counts the tokens trained for it over its weight; each adapter has one, which counts them over the job's
+weight. Of the jobs that may run, the next is of the tenant furthest behind, of its adapter furthest behind, the oldest.
+A waiting job preempts a running one that is QUANTUM tokens ahead of it: the running job is saved, waits, and resumes
+when it is behind. So an adapter with work gets its share of the tokens, and soon, however many jobs others have.
 
-A deadline brings a job forward among those of its tenant: it goes first, the earliest of several, and what it waits for
-does, as long as its adapter is no more than LEAD ahead of who would be next without it; and it makes way LEAD later.
-What is trained is counted as ever, so that who waited gets it back: an adapter is never more than a LEAD and a QUANTUM
-(and a step) behind its share for deadlines, and a tenant never behind its own. One that has passed counts for nothing.
+A deadline brings a job forward among the jobs of its tenant, the earliest deadline first, and with it the jobs that it
+waits for, as long as its adapter is at most LEAD ahead of the adapter that would be next without deadlines; and it is
+preempted LEAD later. Its tokens count as usual, so that the waiting jobs catch up: deadlines put an adapter at most a
+LEAD and a QUANTUM (and a step) behind its share, and never a tenant. A deadline that has passed has no effect.
 
-Who has had no work does not save it up: a clock that begins to count again does so from the furthest behind of those
-that have some, and none is ever more than CREDIT behind the first.
+Time without work saves up no tokens: a clock that begins to count again starts from the clock furthest behind among
+those with work, and no clock is ever more than CREDIT behind the first.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def lead_of(deadline: float | None) -> float:
 
 
 def no_weights(tenant: str) -> int:
-    """Return a tenant's weight where nobody has another one."""
+    """Return the weight of a tenant whose keys set none."""
     return 1
 
 

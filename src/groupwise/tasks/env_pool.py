@@ -199,7 +199,7 @@ class _Call:
         self._settle(self.future.set_exception, error)
 
     def _settle(self, settle: Callable[[Any], None], value: Any) -> None:
-        with suppress(InvalidStateError):  # whoever waited has gone
+        with suppress(InvalidStateError):  # the caller no longer waits
             settle(value)
 
 
