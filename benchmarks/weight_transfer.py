@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from groupwise.engine.vllm.client import TakesWeights
 from groupwise.engine.vllm.transfer import Transfers
 from groupwise.engine.vllm_plugin import groupwise_gloo
 from groupwise.model.checkpoint_tensors import checkpoint_tensors
@@ -56,8 +57,8 @@ class Server:
     def __init__(self, line: Any):
         self._line, self.bytes = line, line.recv()
 
-    async def transfer_backend(self) -> str:
-        return groupwise_gloo.BACKEND
+    async def taking(self) -> TakesWeights:
+        return TakesWeights(backend=groupwise_gloo.BACKEND, dtype="float32")
 
     async def workers(self) -> int:
         return 1
