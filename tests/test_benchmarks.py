@@ -321,11 +321,11 @@ def test_asynchrony_reads_when_a_reward_was_reached(script: Any) -> None:
 
 def test_every_kind_of_schema_compiles_and_what_ends_is_valid(script: Any) -> None:
     structured = script("structured")
-    asked = structured.schemas(40, seed=1)
+    asked = structured.schemas(60, seed=1)
     assert {kind for kind, _ in asked} == {kind.__name__.strip("_") for kind in structured.KINDS}
     found = structured.measured(asked, max_tokens=160)["groupwise"]
-    assert found["compiled"] == 40 and not found["refused"]
-    assert found["valid"] == found["ended"] > 26 and found["cut"] == 40 - found["ended"]
+    assert found["compiled"] == 60 and not found["refused"]
+    assert found["valid"] == found["ended"] > 40 and found["cut"] == 60 - found["ended"]
 
 
 def test_an_invalid_answer_is_counted_by_its_kind(script: Any) -> None:

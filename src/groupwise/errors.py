@@ -349,13 +349,13 @@ class TryAgainError(GroupwiseError):
 
 
 class QueueFullError(TryAgainError):
-    """As many jobs wait as may wait."""
+    """The queue is full: as many jobs wait as may."""
 
     code, status = "queue_full", 429
 
 
 class OverloadedError(TryAgainError):
-    """As many requests are being answered as can be."""
+    """The server is full: as many requests are being answered, and wait, as may."""
 
     code, status = "overloaded", 429
 

@@ -4,7 +4,7 @@
     cores, memory_bytes   what this process may use of the machine, limits of its control group (container) included
     try_lock, unlock      advisory locks of open files (`flock`)
     run_coroutine         a coroutine to its end, also in a notebook, whose thread has an event loop already
-    importing, spared     blocks in which Python looks for garbage nowhere, or not among what was there before
+    importing, spared     blocks without garbage collection: of anything, or of the objects that were there before
     the rest              priorities, limits and facts that the kernel gives or not
 
 Only Linux has /proc, control groups and prctl. Where a fact is not to be had, a function returns what its docstring
@@ -49,7 +49,7 @@ PROC, CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_ARENA_MAX = -8  # of glibc's malloc.h
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
-OF_PYTHON = 10_000  # objects that an interpreter may spare from its search for garbage by itself (3.12 does)
+OF_PYTHON = 10_000  # objects that an interpreter may exempt from garbage collection by itself (3.12 does)
 _OOM_COUNTS = ("memory.events.local", "memory.events", "memory.oom_control")  # a line each: name, number
 _LISTENING = "0A"  # a socket's state in /proc/net/tcp
 
@@ -406,11 +406,11 @@ def importing() -> Iterator[None]:
 
 
 def spare() -> bool:
-    """Look for garbage once, and never again among what is here now; return whether that is news.
+    """Collect garbage once, and exempt the objects that are left from later collections; return True if any were.
 
-    What stays, as modules, models and prompts do, would be looked through again and again, a quarter of a second each
-    time. Garbage goes first, or it would stay with them: a model whose modules refer to each other is some. Where much
-    is spared already nothing is added: what was made since is little to look through, and goes in its time."""
+    Modules, models and prompts stay until the process ends; each full collection would look through them for a quarter
+    of a second. Garbage goes first, or it would stay, too: a model whose modules refer to each other is only freed by a
+    collection. Where objects are exempt already, no more are: those made since are few, and some will be garbage."""
     gc.collect()
     if gc.get_freeze_count() > OF_PYTHON:
         return False
@@ -420,7 +420,7 @@ def spare() -> bool:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Context manager in which nobody looks for garbage among what was there before (`spare`)."""
+    """Context manager: the objects that are there when it begins are exempt from garbage collection (`spare`)."""
     mine = spare()
     try:
         yield

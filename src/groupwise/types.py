@@ -310,13 +310,13 @@ class SamplingRequest:
 
 
 def conversation_of(group: int, number: int | None = None) -> str:
-    """Return what an engine is told that a turn is of (`SamplingRequest.conversation`): episode `number` of the group
-    with this seed, or, without one, the turn with which all of the group begin."""
+    """Return the name by which an engine knows a conversation (`SamplingRequest.conversation`): that of episode
+    `number` in the group with this seed, or, without a number, that of the beginning which all of the group share."""
     return str(group) if number is None else f"{group}/{number}"
 
 
 def group_of_conversation(conversation: str) -> str:
-    """Return the conversation with which the group of this one begins."""
+    """Return the name of the beginning that this conversation shares with its group."""
     return conversation.partition("/")[0]
 
 

@@ -515,7 +515,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["harness.yaml", pytest.param("harness.toml", marks=pytest.mark.slow), "agent.yaml"])
+@pytest.mark.parametrize("name", ["harness.yaml", "harness.toml", "agent.yaml"])
 def test_what_plays_whole_episodes_is_played(project, name):
     result = run(project / name, "--no-model", "--json")
     assert result.exit_code == 0, result.output

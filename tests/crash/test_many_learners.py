@@ -1,7 +1,7 @@
 """SIGKILL of a server and its worker while 16 adapters learn at once: nothing that was acknowledged is lost, and each
 adapter has, to the byte, what it has alone.
 
-pytest -m slow tests/crash/test_many_learners.py     30 kills, 33 minutes on two cores that others kept busy
+pytest -m slow tests/crash/test_many_learners.py     30 kills, 19 minutes on two cores that others kept busy
 """
 
 from __future__ import annotations

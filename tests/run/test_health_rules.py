@@ -354,7 +354,7 @@ def test_a_reward_hack_is_named_and_not_taken_for_success():
 
 @pytest.mark.parametrize(
     ("completions", "solved"),
-    crossed((8, 64, 256), (0.01, 0.1, 0.5), quick=lambda *both: both in {(8, 0.5), (64, 0.01), (256, 0.1)}),
+    crossed((8, 64, 256), (0.01, 0.1, 0.5), quick=lambda *both: both in {(8, 0.01), (8, 0.5), (64, 0.01), (256, 0.1)}),
 )
 def test_luck_is_not_taken_for_a_policy_that_fell_apart(completions: int, solved: float):
     """No false alarm in 200 runs of 40 steps whose share of solved tasks stays, with answers of any length."""
@@ -602,7 +602,7 @@ def test_a_reward_that_is_lost_over_hundreds_of_steps_is_named():
 
 def test_noise_around_one_level_is_not_called_lost():
     """Whatever the draw, a mean reward that keeps its level, rises, or dips for some steps has lost nothing."""
-    for seed in range(8):
+    for seed in range(20):
         draw = Random(seed)
         for level in (lambda t: 0.5, lambda t: 0.2 + 0.003 * t, lambda t: 0.3 if 100 < t < 104 else 0.5):
             health = HealthMonitor()

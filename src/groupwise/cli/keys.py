@@ -74,8 +74,9 @@ def add(
     """Make a key and print it. It is kept nowhere: what the server has is its digest."""
     keys = _keys(state_dir)
     first = not keys.all()
-    bounds = {"requests_per_minute": requests_per_minute, "tokens_per_day": tokens_per_day}
-    bounds |= {
+    bounds = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_day": tokens_per_day,
         "concurrent_requests": concurrent_requests,
         "adapters": adapters,
         "bytes": bytes_,

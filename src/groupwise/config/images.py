@@ -49,7 +49,7 @@ class AllowedHost:
 
     @property
     def is_spelt_out(self) -> bool:
-        """Whether the machine itself is named, as an address or localhost: it may then be one that is not public."""
+        """True if the machine itself is named, as an address or localhost: then it need not be a public one."""
         return self.name == "localhost" or address_of(self.name) is not None
 
     def admits(self, scheme: str, name: str, port: int) -> bool:
@@ -157,5 +157,5 @@ class ImagesConfig(Section):
 
     @property
     def hosts(self) -> tuple[AllowedHost, ...]:
-        """What is allowed, taken apart."""
+        """`allowed_hosts`, each parsed."""
         return tuple(map(AllowedHost.of, self.allowed_hosts))

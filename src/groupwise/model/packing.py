@@ -192,7 +192,7 @@ class MicroBatch:
 
     @cached_property
     def _trained(self) -> np.ndarray:
-        """Which of the completion tokens, one row's after another's, are loss tokens."""
+        """Places of the loss tokens among the completion tokens of all rows, one row after another."""
         return _trained(self.samples)
 
     def per_row(self, values_B: Sequence[float]) -> Tensor:

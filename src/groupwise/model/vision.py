@@ -127,7 +127,7 @@ class Vision:
 
     @cached_property
     def processor(self) -> Any:
-        """What prepares images, as transformers has it."""
+        """Image processor of transformers, made when it is first used."""
         return self._make_processor()
 
     # -- token ids ----------------------------------------------------------------------------------------------------

@@ -200,8 +200,8 @@ def open_components(
 
 
 def _of_process(threads: int) -> ExitStack:
-    """Return what the process has otherwise while a run is open, and gets back when this is closed: torch's `threads`,
-    and a search for garbage in all that is here now, which would cost a step some percent."""
+    """Exempt the objects that are here from garbage collection, which would cost a step some percent, and return the
+    stack that ends this when it is closed, and gives torch back its `threads`."""
     settings = ExitStack()
     settings.callback(torch.set_num_threads, threads)
     settings.enter_context(spared())

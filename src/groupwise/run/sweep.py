@@ -4,11 +4,11 @@
     run_sweep      trains them; an `Outcome` for each
 
 Runs of a heat have one base model in memory. Each has all else to itself: an adapter, an optimizer, an engine over the
-base's weights, reward workers, a directory. What one says is so, to the bit, what it says when it is trained alone:
-completions of several runs in one batch would be multiplied by other kernels and beside adapters that are merged
-into nothing, which changes the last bits of log-probabilities, and after some steps the words. So each samples in
-batches of its own, and while one waits for its rewards or its optimizer, the others have the processor. Small
-micro-batches are trained together, which changes no bit (`train.together`).
+base's weights, reward workers, a directory. So each run computes the same bytes as when it is trained alone. In one
+batch of the engine, completions of several runs would be multiplied by other kernels, with adapters not merged, and
+that changes the last bits of log-probabilities and, after some steps, tokens. So each samples in batches of its own.
+Small micro-batches are trained together, which changes no bit (`train.together`), and no more threads compute at a
+time than one run has (`train.processor_turns`).
 
 Whatever is the process's and that a run would change stands in the way of that: `why_alone` has the list.
 """

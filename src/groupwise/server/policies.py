@@ -516,8 +516,8 @@ class Policies:
             ) from error
 
     def _settle(self) -> None:
-        """Something has ended, or somebody waits or waits no more: let in who can be, and say who makes room for the
-        others."""
+        """Let in the waiting requests for which there is room, and choose the versions that make room for the others:
+        after a request has ended, come or given up."""
         self._unload_idle()
         for each in list(self._waiting):
             if self._may_enter(each.version) or self._is_next(each):

@@ -139,7 +139,7 @@ class JobRecord:
 
     @property
     def weight(self) -> int:
-        """How much of its tenant's training its adapter gets beside others."""
+        """Share of its tenant's training that its adapter gets, relative to the tenant's other adapters."""
         return int(self.config.get("weight") or 1)
 
     @property

@@ -3,10 +3,9 @@
     turns = ProcessorTurns(2)
     with turns: ...                 a decoding step, or a micro-batch: milliseconds
 
-torch lets go of Python's lock at every operation, and each of the other threads then takes it for one of its own. Two
-threads that compute by turns so lose little. Sixteen on two processors, engines and learners of eight runs, spend more
-time on handing the lock around than on computing: eight runs beside each other took half as long again as one after
-another. A thread that waits here costs nothing.
+torch releases Python's global lock at every operation, and another thread then takes it. Threads that are more than
+the processors so spend their time on passing the lock around: the engines and learners of eight concurrent runs on two
+processors took half as long again as the eight runs one after another. A thread that waits for its turn costs nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from collections import deque
 
 
 class ProcessorTurns:
-    """Context manager that `count` threads can be in at a time; others wait, and come in in their order. A thread that
-    is in it must not enter again, nor wait for one that may enter."""
+    """Context manager that `count` threads can be in at a time; the others wait and enter in the order in which they
+    came. A thread inside must not enter again, nor wait for a thread that has yet to enter."""
 
     def __init__(self, count: int):
         self._free, self._lock = count, threading.Lock()

@@ -132,7 +132,7 @@ class SingleProcess:
         return (packed_logprobs if packed else plain_logprobs)(model, batch, temperature=temperature)
 
     def turn(self) -> AbstractContextManager[object]:
-        """Context manager: a micro-batch that this learner computes by itself, while there is a processor for it."""
+        """Context manager: wait for a processor on which this learner computes a micro-batch by itself, and take it."""
         return nullcontext()
 
     def passed(self, learner: Learner, batch: MicroBatch, temperature: float, token_loss: TokenLoss) -> Passed | None:

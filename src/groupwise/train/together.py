@@ -11,7 +11,7 @@ on time, and what each gets does not: its bytes are those of `SingleProcess`.
 What cannot fail for one alone fails for none: where a pass raises, memory that does not suffice above all, each of its
 learners computes its micro-batch by itself, and the one whose error it is sees it there. Micro-batches that are large
 enough to keep a processor busy (`JOIN_TOKENS`) are never in a pass, nor are those of learners with anything but plain
-LoRA over a small model of the Llama family on a CPU.
+LoRA over a small model of the Llama family on a CPU. They are computed by turns (`processor_turns`), as passes are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -84,7 +84,8 @@ class JointPasses:
 
     Attributes:
         counts: of the passes so far.
-        turns: of the threads that compute: a pass, a micro-batch of one learner, or what else is computed beside them.
+        turns: taken by a thread for each pass, for each micro-batch that a learner computes by itself, and by
+            the engines of the same runs for each decoding step.
         why_not: why its learners compute alone: what a trial found to be different on this processor, if anything.
     """
 
@@ -186,8 +187,8 @@ class JointPasses:
         taken: list[_Waiting[Any]] = []
         for each in self._waiting:
             fits = len(taken) < share and tokens + each.seat.tokens <= PASS_TOKENS
-            fits = fits and all(each.seat.model is not other.seat.model for other in taken)
-            if each is first or (each.compute is first.compute and fits):
+            apart = all(each.seat.model is not other.seat.model for other in taken)
+            if each is first or (each.compute is first.compute and fits and apart):
                 taken.append(each)
                 tokens += each.seat.tokens
                 each.taken = True
@@ -244,11 +245,13 @@ class Joined(SingleProcess):
     def logprobs(
         self, model: PreTrainedModel, batch: MicroBatch, *, temperature: float, packed: bool
     ) -> tuple[Tensor, Tensor]:
-        if packed and not torch.is_grad_enabled() and self._fits(model, batch):
+        if torch.is_grad_enabled():  # within a turn that `Learner` has taken
+            return super().logprobs(model, batch, temperature=temperature, packed=packed)
+        if packed and self._fits(model, batch):
             found = self._place.logprobs(Seat(model, batch, temperature))
             if found is not None:
                 return found
-        with nullcontext() if torch.is_grad_enabled() else self.turn():  # with a graph `Learner` has taken it
+        with self.turn():
             return super().logprobs(model, batch, temperature=temperature, packed=packed)
 
     def turn(self) -> AbstractContextManager[object]:

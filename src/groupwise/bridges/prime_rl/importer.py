@@ -139,7 +139,7 @@ def is_whole(data: Mapping[str, Any]) -> bool:
 
 
 def part_of(data: Mapping[str, Any]) -> str | None:
-    """Whose file it is, if that of one part alone: what it has at the top level says so."""
+    """Return the part of prime-rl whose file this is, by its keys at the top level; None for a file of all parts."""
     if is_whole(data):
         return None
     if any(isinstance(data.get(key), Mapping) for key in ("optim", "scheduler", "loss")):

@@ -91,7 +91,7 @@ class Sequenced(Body):
 
 
 def place_of(raw: bytes) -> Sequenced | None:
-    """Whose request this is and its number, if that much can be read of a body that is wrong otherwise."""
+    """Return model and number of a request whose body is wrong otherwise; None where they cannot be read either."""
     try:
         return Sequenced.model_validate_json(raw)
     except ValidationError:

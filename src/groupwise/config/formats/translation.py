@@ -138,7 +138,7 @@ class Translation:
         self.idle.append(Note(place=self.place(name), text=why))
 
     def note_difference(self, name: str, what: str) -> None:
-        """Something comes out otherwise than there; said before every run."""
+        """Note that an option acts otherwise here than there, which is said before every run."""
         self.differs.append(Note(place=self.place(name), text=what))
 
     def refuse(self, name: str, why: str, *, instead: str | None = None) -> None:

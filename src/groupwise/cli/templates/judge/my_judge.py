@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def grade(reply: str, reference: str) -> tuple[str, int]:
-    """What the rubric in my_run.yaml asks for, as far as a program sees it: a reason, and 0 to 10."""
+    """Return a reason and 0 to 10 points by the rubric in my_run.yaml, as far as a program can apply it."""
     thought, closed, rest = reply.partition("</think>")
     numbers = re.findall(r"-?\d+", rest if closed else reply)
     if not numbers or numbers[-1] != reference.strip():
@@ -25,7 +25,7 @@ def grade(reply: str, reference: str) -> tuple[str, int]:
 
 
 def part(text: str, name: str) -> str:
-    """What the judge is sent stands between marked lines."""
+    """Return a part of the text that the judge is sent: each part stands between marked lines."""
     found = re.search(rf"^--- {name} (\w+)\n(.*?)\n--- end of {name} \1$", text, re.MULTILINE | re.DOTALL)
     return found[2] if found else ""
 
