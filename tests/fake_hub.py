@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -139,7 +140,7 @@ def asked_here(hub: FakeHub, folder: Path) -> Iterator[FakeHub]:
         patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        patch.setattr(_http.time, "sleep", lambda seconds: None)
+        patch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))  # all of its time
         patch.setenv("HF_TOKEN", TOKEN)
         yield hub
 

@@ -136,12 +136,14 @@ class WireServer:
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._server.daemon_threads = True
+        self.closed = threading.Event()  # no stream of a job that never ends goes on in later tests
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -425,7 +427,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
             return self._stream(self._events(job, int(seen.headers.get("last-event-id") or 0)))
 
         def _events(self, job: ToyJob, after: int) -> Iterator[bytes]:
-            while True:
+            while not server.closed.is_set():
                 events, state = job.events(), job.state
                 for number, event in enumerate(events, start=1):
                     if number > after:
@@ -433,7 +435,7 @@ def _handler(server: WireServer) -> type[BaseHTTPRequestHandler]:
                         yield f"id: {number}\r\ndata: {json.dumps(event)}\r\n\r\n".encode()
                 if state in ("completed", "failed", "cancelled") and len(job.events()) == after:
                     return
-                time.sleep(0.01)
+                server.closed.wait(0.01)
 
         def _adapters(self, seen: Seen) -> Any:
             parts = seen.path.removeprefix("/v1/adapters/").split("/")
