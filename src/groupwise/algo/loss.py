@@ -68,7 +68,7 @@ def policy_loss(
     entropy_N: Tensor | None = None,
     soft_NK: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of one micro-batch (a scalar to call `backward` on) and its metrics, defined in docs/losses.md.
+    """Return the loss of one micro-batch (a scalar to call `backward` on) and its metrics, defined in docs/metrics.md.
 
     A metric is left out where the loss has no such term (no KL metrics without a reference).
 

@@ -1,4 +1,4 @@
-"""Metrics of a policy loss, and how those of micro-batches combine into those of the batch. docs/losses.md defines
+"""Metrics of a policy loss, and how those of micro-batches combine into those of the batch. docs/metrics.md defines
 every name.
 
 A metric of a micro-batch is a detached scalar of one of four kinds, told by its name:
