@@ -134,6 +134,14 @@ async def _breaks() -> AsyncIterator[bytes]:
     raise ValueError("in the middle")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where these servers keep what they write, which is below the working directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("guard"))
+        yield Path.cwd()
+
+
 @pytest.fixture(scope="module")
 def site() -> Site:
     limits = {"chat_body_bytes": 4096, "train_body_bytes": 8192}
