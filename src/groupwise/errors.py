@@ -68,10 +68,10 @@ class ConfigError(GroupwiseError, ValueError):
 
 
 class FieldError(ConfigError):
-    """One field is wrong, and what is said of it holds under whatever name the caller knows the field by.
+    """A field is wrong. The message can be repeated under the name by which the caller knows the field.
 
-    `message` and `hint` have `{field}` where the name stands: a loss complains of `clip_low`, and a training request
-    that gave it as `clip_epsilon` is told so.
+    `message` and `hint` have `{field}` in place of the name: a loss refuses `clip_low`, and the answer to a training
+    request that gave the value as `clip_epsilon` names `clip_epsilon`.
 
     >>> error = FieldError("{field} is -1; it must be 0 or more", field="clip_low")
     >>> str(error.renamed("clip_epsilon"))
@@ -84,7 +84,7 @@ class FieldError(ConfigError):
         self._templates = message, hint
 
     def renamed(self, field: str) -> Self:
-        """Return the same error of the field by another name."""
+        """Return the same error with another name for the field."""
         message, hint = self._templates
         return type(self)(message, hint=hint, field=field, kind=self.kind)
 
@@ -157,13 +157,13 @@ class EngineError(GroupwiseError):
 
 
 class HubError(GroupwiseError):
-    """The Hugging Face hub cannot be asked, or refuses; nothing on this machine was changed. `kind` says how:
+    """The Hugging Face hub cannot be reached, or refuses; nothing on this machine was changed. `kind` says how:
 
-    no_token   nobody is logged in                             exit code 4
+    no_token   no user is logged in                            exit code 4
     refused    the token is wrong, or may not do this          4
     not_found  no such repository or revision, or a private one   2
     taken      the repository is there, and public             2
-    away       nobody answers, or the connection was cut       75
+    away       no answer, or the connection was cut            75
     None       all else, such as an answer that the client does not understand   1
     """
 

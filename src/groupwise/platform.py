@@ -250,8 +250,8 @@ def _prepared(group: Path) -> bool:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock (flock) of an open file, if nobody has it; `shared`: if nobody has it alone. The kernel gives it
-    back when the process ends, however it ends."""
+    """Take the lock (flock) of an open file if it is free; a `shared` lock if no process has it exclusively. Return
+    whether it was taken. The kernel releases the lock when the process ends, in any way."""
     require_supported()
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -306,7 +306,7 @@ def exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's
         return True
     return True
 
@@ -394,8 +394,8 @@ def limit_processor(more_s: int) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context manager in which nobody looks for garbage: modules are none, and to look for some takes a sixth of the
-    time of importing torch and transformers."""
+    """Turn the garbage collector off inside the block. Imported modules are not garbage, and collecting takes a sixth
+    of the time of importing torch and transformers."""
     collects = gc.isenabled()
     gc.disable()
     try:

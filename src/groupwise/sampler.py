@@ -73,10 +73,10 @@ class Sampler(Submits, Protocol):
 
 @runtime_checkable
 class GivesMemoryBack(Protocol):
-    """A sampler that can give the device's memory to whoever trains, and takes it again when something is asked."""
+    """A sampler that can free its device memory for training, and that takes the memory again at the next request."""
 
     async def rest(self) -> None:
-        """Give the memory back while nothing is sampled, and return when it is free."""
+        """Free the memory while nothing is sampled, and return when it is free."""
         ...
 
 

@@ -44,10 +44,10 @@ MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is no flo
 
 
 class Message(TypedDict):
-    """One chat message, as OpenAI and the chat templates spell it: a dict.
+    """A chat message in the form of OpenAI and the chat templates: a dict.
 
-    `role` is system, user, assistant or tool; `content` a text, or OpenAI's list of parts. A call of a tool is in
-    `tool_calls` of the assistant's, and its result a message of role tool with the call's `tool_call_id`.
+    `role` is system, user, assistant or tool; `content` is a text, or OpenAI's list of parts. A tool call is in
+    `tool_calls` of the assistant's message; its result is a message of role tool with the call's `tool_call_id`.
     """
 
     role: str
@@ -184,22 +184,23 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters with which one prompt is sampled.
+    """Holds the parameters with which a prompt is sampled.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` fixes the draw of every completion:
-    completion j of a prompt uses (seed, j), whatever else is in the batch. `stop` strings end a completion and are cut
-    from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay in `token_ids`.
-    With `include_stop` what ended the completion, a stop string or one of `stop_ids`, stays in the text. `top_logprobs`
-    is how many of the likeliest tokens are reported beside each sampled one.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` fixes the random numbers of every
+    completion: completion j of a prompt uses (seed, j), independent of the rest of the batch. `stop` strings end a
+    completion and are cut from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay
+    in `token_ids`. With `include_stop` the stop string or stop id that ended the completion stays in the text.
+    `top_logprobs` is the number of the likeliest tokens that are reported with each sampled one.
 
     With a `thinking_budget` a thought ends after that many tokens (`tasks.structured.of_reply` makes a grammar of it).
-    With a `grammar` a completion is text of it: in every place only tokens are drawn that it allows, and the end of the
-    turn only where it is complete, so it ends with "stop" or is cut by `max_tokens`. It goes before `min_tokens`.
+    With a `grammar` a completion is text of the grammar: at every position only allowed tokens are sampled, and the end
+    of the turn only where the text is complete. So a completion ends with "stop", or is cut by `max_tokens`. The
+    grammar overrides `min_tokens`.
 
-    The last five change the logits from which tokens are drawn, as OpenAI and vLLM define them (`engine.sampling`):
-    `repetition_penalty` (1 is off) counts what stands in prompt and completion, `presence_penalty` and
-    `frequency_penalty` (0 is off) what stands in the completion, `logit_bias` has (token id, what is added), and before
-    `min_tokens` tokens nothing ends a completion but `max_tokens`.
+    The last five change the logits from which tokens are sampled, as OpenAI and vLLM define them (`engine.sampling`):
+    `repetition_penalty` (1 is off) counts tokens of prompt and completion, `presence_penalty` and `frequency_penalty`
+    (0 is off) tokens of the completion, `logit_bias` has pairs (token id, added value), and before `min_tokens` tokens
+    only `max_tokens` ends a completion.
     """
 
     max_tokens: int = 256
@@ -432,13 +433,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the policy inside a rollout: everything it saw, and what it answered.
+    """Holds a call of the policy inside a rollout: the whole prompt, and the completion.
 
-    `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones. `state`
-    names the situation in which the policy spoke, equal for equal situations (GiGPO's anchor states); None: what it
-    heard since its last turn tells. `role` says for whom the policy spoke, where an episode has several players.
-    `advantage` is the turn's own; None: the episode's. `taken` is its number in time among the episode's turns (or its
-    role's), where they do not stand in that order, as those of several conversations do not; None: where it stands.
+    `reward` is the environment's reward for this turn. A turn that is not `trained` is only context of later turns.
+    `state` names the situation in which the policy acted, equal for equal situations (GiGPO's anchor states); None: the
+    messages since the policy's last turn identify it. `role` names the player for which the policy acted, in an episode
+    with several players. `advantage` is the turn's own advantage; None: the episode's. `taken` is the turn's number in
+    time among the turns of the episode (or of its role); None: the turn's position in the list, which is the same
+    unless an episode has several conversations.
     """
 
     prompt_ids: tuple[int, ...]
@@ -453,20 +455,21 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One episode. `rewards` are by function name, None where that function failed; `reward` is their weighted sum,
-    None when the rollout cannot be scored (it is then excluded from its group, never counted as zero). `error` says in
-    words why not, and `error_kind` is the kind of the `EnvError` that it was.
+    """Holds an episode. `rewards` has a value for each reward function, None if this function failed; `reward` is the
+    weighted sum, None if the rollout cannot be scored (it is then excluded from its group, never counted as zero).
+    `error` says in words why not, and `error_kind` is the kind of the `EnvError`.
 
-    Of an episode in an environment `messages` are all that was said after the prompt, `stop` is why it ended and `info`
-    what there was to count; it has no turns if the environment failed before the first. `columns` are for reward
-    functions, as those of the prompt are, but its own: what a rollout function returned besides.
+    For an episode in an environment `messages` has all messages after the prompt, `stop` says why the episode ended,
+    and `info` has the environment's numbers; there are no turns if the environment failed before the first. `columns`
+    are columns for reward functions, like the prompt's, but of this rollout: further values that a rollout function
+    returned.
 
-    Of an episode with several players `role_rewards` are those of each, and `reward` is their mean; the turns of one
-    stand together, in the order in which they were taken. Where turns have advantages of their own, `advantage` is the
-    mean of those that are trained.
+    For an episode with several players `role_rewards` has each player's reward, and `reward` is their mean; the turns
+    of one player are together, in the order in which they were taken. If turns have their own advantages, `advantage`
+    is the mean over the trained turns.
 
-    `teacher` is what a teacher said of the completion tokens of each of its segments (`algo.samples.segments_of`);
-    empty without one.
+    `teacher` has a teacher's scores of the completion tokens of each segment (`algo.samples.segments_of`); empty
+    without a teacher.
     """
 
     turns: tuple[Turn, ...]

@@ -35,12 +35,12 @@ def with_advantages(
     beside: Sequence[RolloutGroup] = (),
     algorithm: Algorithm | None = None,
 ) -> list[RolloutGroup]:
-    """Return the same groups with `advantage` set on every rollout, None where it has none; and on every turn that is
-    trained, where turns have their own (`has_turn_advantages`).
+    """Return the same groups with `advantage` set on every rollout (None if it has none), and on every trained turn if
+    turns have their own advantages (`has_turn_advantages`).
 
     `sum_then_normalize` reads `Rollout.reward`, which already is the weighted sum. `normalize_then_sum` reads
-    `Rollout.rewards` and `weights`, of the rollouts whose `reward` is not None. `beside` are groups that are not
-    trained and count in the statistics of the batch. An `algorithm` of one's own takes the place of the formulas.
+    `Rollout.rewards` and `weights`, for the rollouts whose `reward` is not None. `beside` are groups that are not
+    trained, but count in the statistics of the batch. A given `algorithm` replaces the formulas.
     """
     if algorithm is None and beside:
         return with_advantages([*groups, *beside], spec, weights=weights)[: len(groups)]

@@ -127,8 +127,8 @@ def _p(at: Floats, weights: Floats, mean: float) -> float:
 
 # ---- many looks at the same prompts ----
 def share_of_error(alpha: float, look: int) -> float:
-    """Return the part of `alpha` that the look of this number (the first is 1) may use, where nobody knows how many
-    there will be: alpha / (LOOKS (k + 1) ln(k + 1)^2). All of them, without end, add up to `alpha`."""
+    """Return the part of `alpha` that look number k (the first is 1) may use if the number of looks is not known in
+    advance: alpha / (LOOKS (k + 1) ln(k + 1)^2). The sum over infinitely many looks is `alpha`."""
     return alpha / (LOOKS * (look + 1) * math.log(look + 1) ** 2)
 
 

@@ -6,15 +6,15 @@
     sample_metrics    of what the learner was given                     train/*
     time_metrics      of how long its parts took                        time/*, perf/*
 
-The table metrics.yaml beside this file says what each of them means, what is good and what to do otherwise, and the
-same of the optimizer, the loss and the evaluation, which other modules count. The functions are pure and know nothing
-of how the groups came about, so a metric means the same in every mode: one step after the other, in windows, with
-sampling ahead of training.
+The table metrics.yaml next to this file says what each metric means, which values are good and what to do otherwise. It
+also has the metrics of the optimizer, the loss and the evaluation, which other modules compute. The functions are pure
+and do not depend on how the groups were sampled, so a metric means the same in every mode: one step after the other, in
+windows, with sampling ahead of training.
 
-Three rules hold for all of them. A metric of nothing is left out, never 0: where no completion could be scored there
-is no mean reward. A reward that failed is in no statistic but the counts of failures. Lengths and tokens are those that
-the policy chose: what a tool or a user said is part of a prompt, whichever turn it comes in. An episode of several
-turns is one completion here, as long as all that the policy said in it.
+Three rules hold for all metrics. A metric without values is left out, never 0: if no completion could be scored, there
+is no mean reward. A reward that failed is only in the counts of failures. Lengths and tokens count what the policy
+sampled: a tool's or a user's message is part of a prompt, in every turn. An episode of several turns counts as one
+completion, with the policy's tokens of all turns.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _most_common(said: Sequence[Sequence[int]]) -> int:
-    """Return how often the most frequent token stands in all of these."""
-    import numpy as np  # not by whoever merely reads what metrics mean
+    """Return how often the most frequent token occurs in all of these sequences."""
+    import numpy as np  # imported here: a program that only reads the meanings of metrics does not need it
 
     every = np.fromiter(chain.from_iterable(said), "int64", sum(map(len, said)))
     if every.min() >= 0 and every.max() < MOST_IDS:

@@ -30,8 +30,8 @@ TAIL = 8  # tokens at a prompt's end that a rewritten history need not have: <th
 
 @dataclass(frozen=True)
 class Line:
-    """One sample in a prefix tree: its row, its tokens, and how many leading tokens it shares with the sample before
-    it."""
+    """A sample's place in a prefix tree: its row in the batch, its tokens, and the number of leading tokens that it
+    shares with the sample before it (`known`)."""
 
     row: int
     ids: tuple[int, ...]
@@ -133,7 +133,7 @@ def cut(tree: Sequence[Line], token_budget: int) -> Iterator[tuple[list[int], in
 
 
 def _tree_and_worth(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[list[Line], bool]:
-    """Return the tree of these rows, and whether it saves enough beside sharing equal prompts."""
+    """Return the tree of these rows, and whether it saves enough compared with sharing equal prompts."""
     tree = tree_of(samples, rows)
     if len(rows) == 1:
         return tree, False

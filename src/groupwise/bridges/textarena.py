@@ -41,20 +41,20 @@ _DRAWING = threading.Lock()  # the global generators are the process's
 
 
 class TextArenaGame:
-    """One game, played by the policy.
+    """Makes an environment from a TextArena game: the policy plays one player, `opponent` plays all others.
 
     Args:
-        game: as `textarena.make` knows it.
-        episodes: games with seeds of their own, in `cases`.
-        eval_episodes: the same, in `eval_cases`.
+        game: the game's name, as `textarena.make` takes it.
+        episodes: the number of games in `cases`; each has its own seed.
+        eval_episodes: the number of games in `eval_cases`.
         opponent: plays all other players; `module:function`, or `module:Class` of an agent.
-        players: how many there are; 1 without an opponent, otherwise 2.
-        seat: which of them the policy is.
-        folder: where the opponent's module may stand; the configuration's.
+        players: the number of players; by default 1 without an opponent, otherwise 2.
+        seat: the number of the player that the policy is.
+        folder: a folder in which the opponent's module may be; the configuration's.
         options: the game's own arguments.
 
     Raises:
-        ConfigError: the package is missing, there is no such game, or it does not take these arguments.
+        ConfigError: the package is missing, there is no game of this name, or the game does not take these arguments.
     """
 
     named_by = "game"  # the argument that is the name in `env.environment`
@@ -155,7 +155,7 @@ class _Generators:
 
     @contextmanager
     def in_place(self, *, seed: int | None = None) -> Iterator[None]:
-        """Context manager: the global generators are this episode's, begun anew where there is a `seed`."""
+        """Use this episode's states in the global generators inside the block; a `seed` restarts them."""
         with _DRAWING:
             kept = random.getstate(), numpy.random.get_state()
             if seed is not None:

@@ -186,7 +186,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates. Several files, or --sweep, are several runs,
-    trained beside each other over one base model (docs/sweeps.md).
+    trained together over one base model (docs/sweeps.md).
 
     CONFIG may also be Axolotl's, TRL's or prime-rl's; overrides are in its own words (docs/migrating.md). In its place
     aitraining's flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.

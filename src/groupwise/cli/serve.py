@@ -107,8 +107,8 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Serve a model, or what a run trained, over HTTP and in a browser: chat, score, train, swap adapters."""
-    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
-    # slower while they spun
+    # threads that wait for each other give up the core: on two cores a server with its training worker was 50 times
+    # slower while the threads spun
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     document = _read_settings(config_file)
     model, given = _words(model, [*(overrides or ()), *(set_ or ())])
@@ -179,7 +179,7 @@ def _there(config: ServeConfig) -> ServeConfig:
 
 
 def _read_settings(path: Path | None) -> Document:
-    """Return the settings of --config; what they name is looked for beside the file. Raises ConfigError."""
+    """Return the settings of --config; relative paths in them begin at the file's folder. Raises ConfigError."""
     from groupwise.config.yaml import Document
 
     if path is None:

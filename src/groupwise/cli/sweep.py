@@ -60,7 +60,7 @@ def run_several(configs: Mapping[str, RunConfig], *, as_json: bool) -> None:
 
 
 def announced(groups: Sequence[Heat]) -> list[str]:
-    """Return what is trained beside what, and why the rest is not, in lines."""
+    """Return lines that say which runs train together, and why the other runs do not."""
     count = sum(len(heat.runs) for heat in groups)
     if len(groups) == 1:
         (heat,) = groups

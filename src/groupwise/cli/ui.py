@@ -17,7 +17,7 @@ import typer
 from groupwise.cli.frame import ApiKey, Debug, examples
 from groupwise.cli.output import say
 
-PORT = 8421  # beside `groupwise serve`, which is on 8420
+PORT = 8421  # the next after `groupwise serve`'s, 8420
 
 
 def add_ui(app: typer.Typer) -> None:

@@ -171,7 +171,7 @@ class RowsConfig(Section):
 
 
 class SourceConfig(RowsConfig):
-    """One of several sources of prompts."""
+    """Configures one of several sources of prompts, and its share of the prompts that are drawn."""
 
     name: Text | None = None
     """What rows of it have in the column `data_source`; null is the source itself, of a file its name."""
@@ -230,7 +230,7 @@ class DatasetConfig(RowsConfig):
     @model_validator(mode="before")
     @classmethod
     def _shared(cls, values: Any) -> Any:
-        """Hand what is said beside the sources on to them."""
+        """Give each source the shared keys that are set next to `sources`, unless the source sets its own."""
         if not isinstance(values, Mapping) or not isinstance(values.get("sources"), list | tuple):
             return values
         shared = {key: values[key] for key in SHARED if key in values}

@@ -82,8 +82,9 @@ def _fraction(value: Any) -> Any:
 
 
 class ShadowConfig(Bounds):
-    """A trial that nobody sees, before the canary or instead of it: a version that passed its gate answers some of the
-    requests once more after the active one has, and both answers are compared."""
+    """Configures a shadow trial, before the canary or instead of it: a version that passed its gate answers some of the
+    requests again after the active version has, and both answers are compared. Clients get only the active version's
+    answers."""
 
     share: Annotated[float, BeforeValidator(_fraction)] = Field(default=0.1, gt=0, le=1)
     """The share of the requests for one completion that the active version answers; 0.1 or 10% is a tenth."""

@@ -2,9 +2,9 @@
 
 A file is `path/to/file.py:attribute`; a relative path begins at `folder`.
 
-`folder` (a config file's; of a file, the one that it is in) is first on the import path while the module is imported,
-and only then, so a module there wins over an installed one of the same name, for this call only. Import what stands
-beside it at the top of the module.
+`folder` (a config file's folder; for a file, the file's own) is first on the import path while the module is imported,
+and only then. So a module there wins over an installed one of the same name, for this call only. Import neighbouring
+modules at the top of the module.
 """
 
 from __future__ import annotations

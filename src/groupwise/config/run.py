@@ -445,8 +445,8 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Section):
-    """One training run, with each key as an attribute. Instances are immutable; `load_config` and `parse_config` make
-    them, and raise ConfigError for what is wrong."""
+    """Holds the configuration of a training run, with each key as an attribute. Instances are immutable; `load_config`
+    and `parse_config` make them, and raise ConfigError for a key or value that is wrong."""
 
     name: AdapterName = "run"
     """The run's name, and the adapter's: letters, digits, `.`, `_` and `-`; not "base"."""
@@ -640,9 +640,9 @@ class RunConfig(Section):
 
     @property
     def keeps_base(self) -> bool:
-        """Return whether rank 0 computes with the whole base beside its learner: its own engine samples; episodes,
-        whose tools and agents may ask for more than log-probabilities of what was sampled; grammars, which are checked
-        with whole distributions; or a teacher that is another version of the base."""
+        """Return whether rank 0 computes with the whole base in addition to its learner: for its own engine's samples;
+        for episodes, whose tools and agents may ask for more than log-probabilities of sampled tokens; for grammars,
+        which are checked with whole distributions; or for a teacher that is another version of the base."""
         if self.never_samples:
             return False
         rollout, teacher = self.rollout, self.teacher

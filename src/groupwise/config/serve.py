@@ -61,7 +61,7 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class ServeConfig(Section):
-    """One server. Instances are immutable; `serve_config` makes them."""
+    """Holds the configuration of a server. Instances are immutable; `serve_config` makes them."""
 
     model: Text = "starter"
     """`starter` or `starter-vl`, which sees (both are in the package), a Hugging Face name, or a directory."""

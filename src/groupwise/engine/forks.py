@@ -199,7 +199,8 @@ def _look_at(running: dict[int, int]) -> None:
 
 
 def end_with(stream: socket.socket) -> None:
-    """Wait until the other end closes, and end this process: nobody wants what it does. The other end says nothing."""
+    """Wait until the other end closes, then end this process, whose result has no reader any more. The other end sends
+    nothing."""
     with suppress(OSError):
         stream.recv(1)
     os._exit(1)

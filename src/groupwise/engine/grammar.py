@@ -10,10 +10,10 @@ end-of-turn tokens are allowed, and where nothing can follow they alone.
 JSON is written as models write it: at most a space between two signs, or a line end and the indentation of the next.
 Unbounded space would be valid, and a model that once begins with it may never end.
 
-A grammar comes from whoever asks. So its length is bounded, and what of a schema is known to explode (`check_bounds`);
-it is compiled in a process that can be killed (`vetting`) before it is compiled here, in a thread that nothing else
-waits for; and the library bounds the work of each token. One that runs into a bound while it is sampled fails its own
-request.
+A grammar comes from a client and cannot be trusted. So its length is bounded, and so are the parts of a schema that are
+known to explode (`check_bounds`). The grammar is compiled in a process that can be killed (`vetting`) before it is
+compiled here, in a separate thread; and the library bounds the work of each token. A grammar that reaches a bound
+during sampling fails only its own request.
 
 Shapes: C rows with a grammar, V vocabulary.
 """
@@ -419,7 +419,7 @@ def _lark(grammar: Grammar) -> str:
 
     try:
         return any_to_lark(grammar.source)
-    except Exception as error:  # of a parser of somebody else's text
+    except Exception as error:  # the parser of a client's text may raise anything
         raise GrammarError(f"{grammar.field} is neither Lark nor GBNF: {error}", field=grammar.field) from None
 
 

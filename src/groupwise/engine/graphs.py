@@ -5,9 +5,9 @@ A graph is a recording of kernels and of the addresses that they read and write.
     rows      are padded to one of a few numbers (`bucket_of`), each with graphs of its own, recorded on first use
     inputs    are copied into buffers; outputs are tensors that the next replay writes over
     weights   are read where they were when it was recorded. The model's parameters stay there, also when they are
-              trained. What is made for each version (adapters, and weights merged with one) is copied into the place
-              of the first one's. Recording anew would cost (layers + 1) x buckets recordings after every sync, and
-              copying costs reading and writing once what changed
+              trained. The tensors of each version (adapters, and weights merged with one) are copied to the addresses
+              of the first version's. Recording again would cost (layers + 1) x buckets recordings after every sync;
+              copying reads and writes the changed tensors once
 
 Only `cuda_recorder` speaks to CUDA; what is around it runs with any recorder.
 

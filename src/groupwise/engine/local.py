@@ -104,7 +104,7 @@ class Lanes:
         return sum(lane.load for lane in self.every)
 
 
-NO_TURNS = nullcontext()  # of an engine that nothing in the process computes beside
+NO_TURNS = nullcontext()  # for an engine that computes alone in its process
 
 
 @dataclass(frozen=True)
@@ -127,25 +127,26 @@ class LocalEngine(Scores):
 
     Args:
         base: the model; the engine works on a module tree of its own over the same weights.
-        max_rows: completions decoded at once, as far as `cache_bytes` has room for them.
-        cache_bytes: of keys and values, for all lanes together; requests wait where those in flight could need more
-            before they end, and one alone is never refused. None: on a GPU half of the memory that is free now, on a
-            CPU as much as `max_rows` need. Of the packed forward only.
-        reserved_rows: how many of them only interactive requests may use.
-        paced_rows: how many of them batches may use while interactive requests run (`RowBudget`); None: all others.
+        max_rows: the most completions decoded at once, if `cache_bytes` has room for them.
+        cache_bytes: bytes of keys and values, for all lanes together, in the packed forward only. A request waits if
+            the requests in flight could need the rest before they end; a request alone is never refused. None: on a GPU
+            half of the memory that is free now, on a CPU as much as `max_rows` need.
+        reserved_rows: the number of rows that only interactive requests may use.
+        paced_rows: the number of rows that batches may use while interactive requests run (`RowBudget`); None: all
+            others.
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
-        draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
-        compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be. None: on a
-            CUDA GPU, for models that can be compiled.
-        dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: as they are.
-        threads: of torch, for all lanes together. None: as many as torch has here.
-        record_routing: of a mixture, record the experts of each token (`Completion.routed_experts`).
-        turns: entered for each step of a decoder, where engines and learners beside this one share the processors.
-        lanes: at most so many decoders side by side, and as many for interactive requests. None: as many as threads, on
-            a CPU in packed rows.
+        draft_tokens: the most tokens of a row that are guessed and checked in one step (`lookup`); 0: no guesses.
+        compile: compile the dense parts of decode steps (`compiled`); a warning says if that is not possible. None: on
+            a CUDA GPU, for models that can be compiled.
+        dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: unrounded.
+        threads: torch's threads, for all lanes together. None: torch's own number.
+        record_routing: for a mixture, record the experts of each token (`Completion.routed_experts`).
+        turns: entered for each step of a decoder, if other engines and learners share the processors with this one.
+        lanes: the most decoders that run at the same time, and as many for interactive requests. None: as many as
+            threads, on a CPU in packed rows.
 
-    Warns where there are no drafts, compiled steps and conversations that are kept: with recurrent layers
-    (`model.recurrence`), and where the model can run by its own forward only (`packed_check.why_not_packed`).
+    Warns if there are no drafts, no compiled steps and no kept conversations: with recurrent layers
+    (`model.recurrence`), and if the model can only run by its own forward (`packed_check.why_not_packed`).
 
     Raises:
         ConfigError: reserved_rows, paced_rows, lanes or draft_tokens is out of range, or dtype cannot be had here, or

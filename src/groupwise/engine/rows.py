@@ -137,16 +137,17 @@ NEVER = 1 << 62  # tokens
 
 
 class OnHost:
-    """Copies on the host of what changes by rule, so that nobody waits for the device: each step adds a token to each
-    row. For each row the tokens said, the most that it may say, the tokens of the prompt that the row holds itself, and
-    its seed."""
+    """Keeps copies on the host of values that change by rule (each step adds a token to each row), so that reading them
+    does not wait for the device: for each row the number of sampled tokens, its limit, the number of prompt tokens that
+    the row holds itself, and its seed."""
 
     def __init__(self, most: int):
         self.count, self.limit, self.held = (np.zeros(most, dtype=np.int64) for _ in range(3))
         self.seed = np.zeros(most, dtype=np.uint64)
 
     def lengths(self, at: slice | Sequence[int]) -> np.ndarray:
-        """Return the tokens whose keys and values rows hold themselves once all that was said has been run."""
+        """Return for each row the number of tokens whose keys and values it holds itself, once all sampled tokens have
+        been run."""
         return self.held[at] + self.count[at]
 
     def take(self, target: slice | Sequence[int], source: Sequence[int]) -> None:
@@ -167,10 +168,10 @@ class Moved(NamedTuple):
 
 
 class Rows:
-    """The decoding state of up to `most` rows, as tensors, and what of it is known on the host.
+    """Holds the decoding state of up to `most` rows, as tensors, and the copies on the host (`on_host`).
 
-    A row whose token ended it is not known to have ended before somebody looks (`DecodedRows.settle`): `ended` has how
-    many tokens it said, NEVER where there was no end."""
+    The host learns that a row's token ended it only in `DecodedRows.settle`: `ended` has the number of tokens at the
+    end, NEVER if the row has not ended."""
 
     def __init__(self, most: int, device: torch.device):
         self.most, self.device = most, device

@@ -76,7 +76,8 @@ def _vet(conversation: int, most: int, tokenizer: LLTokenizer) -> None:
 
 
 def _outcome(grammar: Grammar, tokenizer: LLTokenizer, stream: socket.socket) -> Vetted:
-    """Return what becomes of a grammar in a thread of its own, while this one looks whether anybody waits for it."""
+    """Compile a grammar in another thread and return the outcome; meanwhile this thread checks that the server still
+    waits for it."""
     said: list[Vetted] = []
     done, tell = os.pipe()
 

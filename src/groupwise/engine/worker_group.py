@@ -53,7 +53,7 @@ class WorkerCall:
         self.asked: Future[Any] | None = None
 
     def settle(self, result: Any) -> None:
-        with suppress(InvalidStateError):  # whoever waited has gone
+        with suppress(InvalidStateError):  # the waiting caller has gone
             if isinstance(result, BaseException):
                 self.future.set_exception(result)
             else:
@@ -96,7 +96,7 @@ class WorkerGroup:
         self._what, self._start, self._restarts, self._timeout_s = what, start, restarts, timeout_s
         self._again, self._setup = again, dict(setup)
         self._needed: Counter[str] = Counter()  # calls that need a broadcast, by its key
-        self._retracting: dict[str, MethodCall] = {}  # what undoes a broadcast, once nobody needs it
+        self._retracting: dict[str, MethodCall] = {}  # the calls that undo a broadcast, once no call needs it
         self._slots = [Slot(number) for number in range(first, first + size)]
         self._waiting: deque[WorkerCall] = deque()  # for any worker at all
         self._end: GroupwiseError | None = None  # why there will be no more answers
@@ -216,7 +216,7 @@ class WorkerGroup:
                 except (WorkerLost, TimeoutError) as error:
                     worker.end()
                     self._count(slot, str(error) or f"it was not ready within {self._timeout_s:g} s")
-        except Exception as error:  # the boundary of the thread: whoever waits must hear of it
+        except Exception as error:  # the boundary of the thread: the callers that wait must get the error
             known = isinstance(error, GroupwiseError)
             self._give_up(error if known else ClusterError(f"{self._what} {slot.number} cannot be started: {error!r}"))
 

@@ -45,9 +45,9 @@ def project_plainly(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def adapter_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which an adapter is multiplied beside a base of this type, in training and in sampling alike:
-    on a GPU bfloat16 where the base has it, as products in float32 would take as long as the base's; else float32 at
-    least (in float16 small gradients would be 0)."""
+    """Return the type in which an adapter over a base of this type is multiplied, in training and in sampling: on a GPU
+    bfloat16 if the base is in bfloat16, as products in float32 would take as long as the base's; otherwise at least
+    float32 (in float16 small gradients would be 0)."""
     if device.type == "cuda" and dtype == torch.bfloat16:  # gpu-aware
         return dtype
     return torch.promote_types(dtype, torch.float32)

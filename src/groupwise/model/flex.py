@@ -186,7 +186,7 @@ def _listed(chosen_nn: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _log_sums() -> Any:
-    """Asks the kernel for log sum exp(scores) [1, H, T] beside the output."""
+    """Return the request that has the kernel return log sum exp(scores) [1, H, T] in addition to the output."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     return AuxRequest(lse=True)

@@ -10,8 +10,8 @@ Memory is that of the worst batch the configuration admits: the longest prompt e
 `rollout.max_tokens`, and attention's grids either full, or with as much padding as `model.packing` allows.
 `activation_bytes` counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of
 several processes it is rank 0's, which has the engine besides: with `train.parallel: fsdp` its share of the weights,
-and what is gathered of them at once (embeddings and LM head, and these or a decoder layer a second time), and the whole
-only where something beside the learner computes with it (`RunConfig.keeps_base`).
+and the weights gathered at once (embeddings and LM head, and these or a decoder layer a second time), and the whole
+base only if something other than the learner computes with it (`RunConfig.keeps_base`).
 """
 
 from __future__ import annotations

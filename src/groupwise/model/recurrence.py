@@ -149,7 +149,7 @@ class Segments:
         edge_E, before_EW = self._edges_of(W)
         padded = pad(x_SC, (0, 0, W - 1, 0))
         out = padded[W - 1 :] * weight_CW[:, -1]
-        for j in range(1, W):  # as one row; then anew what is not right so
+        for j in range(1, W):  # as one row; then the positions that this gets wrong are recomputed
             out = out + padded[W - 1 - j : W - 1 - j + S] * weight_CW[:, -1 - j]
         windows_EWC = padded.index_select(0, before_EW.flatten()).view(*before_EW.shape, -1)
         return out.index_copy(0, edge_E, (windows_EWC * weight_CW.T).sum(1))

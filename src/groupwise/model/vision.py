@@ -345,8 +345,9 @@ class Vision:
         return told
 
     def see(self, model: PreTrainedModel) -> See:
-        """Return what a second module tree sees: where its eyes train, or the model's do, of which it has a copy, anew
-        for each forward, once for each image; with frozen ones what is kept."""
+        """Return the function that gives a second module tree the features of images. If its vision tower trains, or
+        the model's does, features are computed in each forward, once for each image; otherwise they come from the
+        cache."""
         if self.trains or any(parameter.requires_grad for parameter in parameters_of_eyes(model)):
             return lambda tokens, _: self._once(tokens, lambda token: self.computed(token, model))
         return lambda tokens, _: self._once(tokens, self.features)
@@ -401,7 +402,7 @@ class Vision:
         return [picture for token in new if (picture := self.picture(token)) is not None]
 
     def prepare(self, picture: Picture) -> None:
-        """Decode an image, and keep it as the tower takes it, for whoever computes it next. Raises ImageError."""
+        """Decode an image, and keep the tower's inputs for the next computation of its features. Raises ImageError."""
         self._keep_inputs(picture, {**self._prepared(picture)[0]})
 
     def _keep_inputs(self, picture: Picture, inputs: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ A function gets one group, as keyword arguments, each a list with one entry per 
                     all messages after the prompt where it is an episode in an environment
     prompts         the prompt's text, or its messages
     completion_ids  token ids of the completion
-    <column>        every other column of the dataset, under its own name, and what a rollout function returned besides
+    <column>        every other column of the dataset, under its own name, and a rollout function's further columns
 
 and of these only what its signature names, or all with `**kwargs`. It may be async. `args` from the configuration are
 passed on every call, and win over a column of that name. It returns one float per completion, in order; None says
@@ -21,12 +21,12 @@ the metric `reward/<function>/log/<name>`, averaged over each group and then ove
 with `global_step` and `max_steps`.
 
 The reward of a completion is  sum of weight x value  over the functions that apply, and None where none does. A failure
-is not a zero: where a function with a weight raises, returns another number of values, or returns nan, inf or something
-that is no number, the completion's reward is None and its error says why. One call scores one group, so a failure
+is not a zero: if a function with a weight raises, returns another number of values, or returns nan, inf or something
+that is not a number, the completion's reward is None and its error says why. One call scores one group, so a failure
 cannot take down another group; if nothing of a whole batch could be scored, `score` raises RewardError.
 
 With a `RewardPool` (`pool.py`) the functions run in processes of their own, with a deadline; what they are given, and
-what comes of it, is the same. Without, they run in this one: async functions beside each other, the others one after
+what comes of it, is the same. Without, they run in this one: async functions concurrently, the others one after
 another; nothing protects from one that hangs, crashes or changes the process, and KeyboardInterrupt is Ctrl-C.
 """
 

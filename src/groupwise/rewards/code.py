@@ -432,7 +432,7 @@ class _Examiner:
         return self._boxes.enter_context(Box(spec, channel=True, longest=_LONGEST_ANSWER))
 
     def _tell(self, box: Box, message: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # where nobody reads, nobody answers
+        with suppress(OSError):  # a process that has ended is noticed by its missing answer
             assert box.channel is not None
             box.channel.send(json.dumps(message).encode(), timeout=max(0.001, self.deadline - time.monotonic()))
 

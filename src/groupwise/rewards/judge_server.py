@@ -72,8 +72,8 @@ class JudgeUsage:
 
 
 class JudgeFailure(Exception):
-    """One exchange brought no verdict. `again_after` are seconds, at least; None if it is of no use to ask again.
-    `status` is the server's, where it refused."""
+    """A request to the judge gave no verdict. `again_after` is the least number of seconds until a retry, None if a
+    retry cannot help; `status` is the HTTP status if the server refused the request."""
 
     def __init__(self, cause: str, *, again_after: float | None = None, status: int | None = None):
         super().__init__(cause)

@@ -232,8 +232,8 @@ def math_match(
     look. The expected answer is LaTeX, plain or boxed, or ends with "#### answer". An answer is wrong if it is longer
     than 2000 characters or is built to take for ever (towers of powers).
 
-    One that takes more than 5 s of CPU time is neither: its score is nan, a failure. This limit works in the main
-    thread; elsewhere the deadline of whoever calls this function is the only one.
+    An answer that takes more than 5 s of CPU time is neither right nor wrong: its score is nan, a failure. This limit
+    works in the main thread; in other threads the caller's deadline is the only limit.
     Raises ValueError for an expected answer that math-verify cannot read.
     """
     scores: list[float | None] = []
@@ -295,8 +295,8 @@ class _TooLate(BaseException):
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise _TooLate inside the block after `seconds` of this thread's CPU time, where that is possible: in the main
-    thread, while nobody else uses the process's timer of CPU time."""
+    """Raise _TooLate inside the block after `seconds` of this thread's CPU time, if that is possible: in the main
+    thread, while no other code uses the process's timer of CPU time."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not (in_main_thread and hasattr(signal, "setitimer")) or any(signal.getitimer(signal.ITIMER_VIRTUAL)):
         yield

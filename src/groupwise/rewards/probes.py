@@ -1,9 +1,9 @@
 """Makes the probes with which `groupwise rewards lint` tests a reward: right and wrong answers in every usual form, and
 junk that policies find.
 
-A `ProbePrompt` is a row of a dataset: a prompt, and the answer that is expected. The same forms hold the right and
-the wrong answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody
-would call it an answer, and a policy that is paid for it soon writes nothing else.
+A `ProbePrompt` is a row of a dataset: a prompt and its expected answer. The right and the wrong answer are put into the
+same forms, so that a reward that tells them apart does so in at least one form. All other probes are junk: they answer
+nothing, and a policy that is paid for junk soon writes nothing else.
 """
 
 from __future__ import annotations

@@ -401,8 +401,8 @@ def die_with_parent() -> None:
 
 
 def own_user() -> int:
-    """Return a user id that nobody else has while this process runs: what it may do, and how many processes it has, are
-    its own. For root only. Some containers have no more than 65536 users."""
+    """Return a user id that no other process has while this one runs, so that its rights and its number of processes
+    are its own. For root only. Some containers have no more than 65536 users."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     many = any(first <= MANY_USERS < first + count for first, _, count in ranges)
@@ -495,7 +495,7 @@ class ControlGroup:
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # which of the numbers, and the kernel's own name
 X32 = 0x40000000  # and more: the numbers of another ABI of x86_64
 ABSENT = (  # "not implemented": who would like to have them goes on without
-    *((319, 279), (447, 447)),  # memfd_create, memfd_secret: memory in nobody's address space, as in the next lines
+    *((319, 279), (447, 447)),  # memfd_create, memfd_secret: memory outside every address space, as in the next lines
     *((29, 194), (68, 186), (64, 190)),  # shmget, msgget, semget
     (278, 75),  # vmsplice: pages given to a pipe
     *((425, 425), (426, 426), (427, 427)),  # io_uring, by which filters are got round

@@ -37,7 +37,8 @@ NOTHING = ("empty", "10 words", "<think> and nothing inside")  # junk
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One probe: a completion and what the function gave it (a number, None if it does not apply, or a Failure)."""
+    """Holds a probe's result: the completion, and the function's value for it (a number, None if the reward does not
+    apply, or a Failure)."""
 
     row: int
     kind: Kind
@@ -47,7 +48,7 @@ class Tried:
 
     @property
     def probe(self) -> str:
-        """The probe's name in messages."""
+        """Return the probe's name in messages."""
         return self.name if self.kind == "junk" else f"{self.kind}, {self.name}"
 
 

@@ -88,8 +88,8 @@ class _Begun:
 
 
 class Lane(threading.Thread):
-    """One worker and the thread that speaks with it, with at most `capacity` calls in flight. A call is late `grace_s`
-    after its deadline."""
+    """Runs a thread that sends calls to one worker process, at most `capacity` at the same time. A call that has no
+    answer `grace_s` after its deadline is late."""
 
     def __init__(self, worker: WorkerProcess, waiting: deque[Any], *, capacity: int, grace_s: float = 0.0):
         super().__init__(name="worker-lane", daemon=True)

@@ -390,10 +390,10 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
 
 
 async def _try_junk(groups: Sequence[RolloutGroup], plan: RunPlan, parts: Components) -> str | None:
-    """Return the first case in which the run's rewards together pay like an answer what nobody would call one. The
-    expected answers of the trial prompts, each also as the wrong one of another, say what an answer gets.
+    """Return the first case in which the run's rewards together pay for junk as for an answer. The reward of an answer
+    is measured with the trial prompts' expected answers; another prompt's answer serves as the wrong one.
 
-    Rewards that wait for something (async ones, as judges are) are not asked: each call may cost money.
+    Runs with async rewards, such as judges, are not tried, because each call may cost money.
     """
     column = next((name for name in GOLD if all(_is_given(group.prompt.columns.get(name)) for group in groups)), None)
     if column is None or any(function.is_async for function in plan.rewards):

@@ -145,7 +145,7 @@ class Progress:
 
 
 class LineDisplay:
-    """One line a step, for logs and pipes. Phases are not shown."""
+    """Prints one line for each step, for logs and pipes. Phases are not shown."""
 
     def __init__(self, total_steps: int, *, stream: TextIO):
         self._progress = Progress(total_steps)
@@ -298,7 +298,7 @@ def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
 
 
 def side_by_side(prompt: str, before: str, after: str, answer: str | None = None) -> Panel:
-    """Return one prompt with the completions of the untrained and the trained policy beside each other."""
+    """Return a prompt with the completions of the untrained and the trained policy side by side."""
     columns = Table("before", "after", expand=True, box=None, pad_edge=False)
     columns.columns[0].ratio = columns.columns[1].ratio = 1
     columns.add_row(Text(visible(before)), Text(visible(after)))

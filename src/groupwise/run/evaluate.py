@@ -459,8 +459,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluation], *, again: bool = False) -> None:
-    """Write down what was evaluated at `step`, by mode; done again it replaces what was there. `again`: of the version
-    that was chosen, by other seeds, beside what chose it. Raises StorageError."""
+    """Write the evaluations at `step`, one file for each mode; a second call for a step replaces them. `again`: the
+    chosen version was evaluated with other seeds, and the files go next to those by which it was chosen. Raises
+    StorageError."""
     directory = run_dir / EVALUATIONS
     with files.writing(f"writing the evaluation at step {step}"):
         directory.mkdir(exist_ok=True)

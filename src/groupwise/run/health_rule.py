@@ -135,11 +135,11 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One way in which a run goes wrong.
+    """Says when a metric shows that a run goes wrong, and what to report then.
 
-    `says` is formatted with the aggregate as `value`, with `window` and with what `*` matched as `name`; it and `cause`
-    name a configuration's key as `{key[rollout.max_tokens]}`, which is what runs or jobs call it. A finding is over
-    when the rule has not held `settle` times in a row.
+    `says` is formatted with the aggregate as `value`, with `window`, and with the text that `*` matched as `name`.
+    `says` and `cause` write a configuration key as `{key[rollout.max_tokens]}`; the finding shows the key's name in
+    runs or in jobs. A finding ends when the rule has not held `settle` times in a row.
     """
 
     id: str

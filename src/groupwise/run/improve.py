@@ -8,13 +8,13 @@
     DIR/reserved.jsonl           prompts that would teach, and are kept to see whether the log teaches what is right
     DIR/run.yaml, DIR/run/       the run, which `groupwise run` reads, too
     DIR/looked.jsonl             prompts that taught, of which it is sampled what the version learned
-    DIR/verify.jsonl             prompts to be answered by who knows: half of what was held out, half reserved; and some
-                                 that taught, for what they have in common
-    DIR/truth.jsonl              the verified prompts that were compared on
-    DIR/improve.json             what was asked for and done, so that the same command goes on
+    DIR/verify.jsonl             prompts for a person to answer: half held-out ones, half reserved; and some training
+                                 prompts, to find out what the version learned
+    DIR/truth.jsonl              the verified prompts of the comparison
+    DIR/improve.json             the request and the steps done so far, so that the same command continues
 
-Everything is done once: a second call with verified answers compares the version that the first one trained. Who looks
-at the same verified answers several times has a smaller share of the error each time; how often is kept beside them.
+Everything is done once: a second call with verified answers compares the version that the first call trained. Each
+further look at the same verified answers has a smaller share of the error; the number of looks is stored with them.
 """
 
 from __future__ import annotations
@@ -276,9 +276,9 @@ class _Work:
     def verify(
         self, by_log: tuple[Evaluation, Evaluation] | None, *, gain: float, note: Note
     ) -> tuple[dict[str, Any], Sequence[float]]:
-        """Return which prompts are to be verified, drawn once, and how the log's own differ. As many as a decision is
-        expected to take: half of what was held out, half of what would have taught, as far as there are; and beside
-        them a few of those that taught, for what the version learned most."""
+        """Return the prompts to be verified, drawn once, and the differences by the log's own answers. There are as
+        many as a decision is expected to take, if available: half held-out, half reserved; in addition a few training
+        prompts, for what the version learned most."""
         differences: list[float] = []
         if by_log is not None:
             values = (each.values("reward") for each in by_log)
@@ -401,7 +401,7 @@ def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:
         try:
             _prepare(work, truth, masking=masking)
         except BaseException:
-            shutil.rmtree(wanted.to, ignore_errors=True)  # a corrected call begins anew
+            shutil.rmtree(wanted.to, ignore_errors=True)  # a corrected call starts over
             raise
     if "prompts" not in work.said:  # it was killed
         _prepare(work, truth, masking=masking)

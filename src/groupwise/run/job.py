@@ -4,11 +4,12 @@
     task        what each optimizer step trains on (`run.update`)
     step 1..n   gradient, AdamW, every few steps a checkpoint; metrics into the ledger
     after it    how much less likely what was trained on has become: a policy that a step destroyed shows only here
-    publish     into the adapter store, with a canary for whoever loads it; the server then swaps, unless by its metrics
-                the job's health is `error`: such a version is kept and marked, and becomes active by hand only
+    publish     into the adapter store, with a canary that a loading engine checks; the server then swaps, unless the
+                job's health is `error` by its metrics: such a version is stored and marked, and only a person can
+                activate it
 
-Killed anywhere and leased again, a job goes on from its last checkpoint, or begins anew, and ends with the same bytes
-as one that was never disturbed, in one version: a version that carries the job's id is taken instead of a second one.
+A job that was killed and is leased again continues from its last checkpoint, or starts over, and ends with the same
+bytes as an undisturbed job, in one version: an existing version with the job's id is taken instead of a second one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowEr
 
 
 class JobCancelled(Exception):
-    """Somebody asked to cancel the job."""
+    """A client cancelled the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +196,10 @@ def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) ->
 
 @contextmanager
 def _parent(config: JobConfig, store: AdapterStore, *, name: str) -> Iterator[tuple[PolicyVersion, Path | None]]:
-    """Hold what the job continues, so that nobody removes it, and yield it with its directory; None for the base model.
+    """Hold the version that the job continues, so that it is not removed, and yield it with its directory (None for the
+    base model).
 
-    A name means its newest version; if that goes before it is held, another one is the newest by then.
+    A name means its newest version; if this version is removed before it is held, the next newest is taken.
     """
     with ExitStack() as held:
         directory, version = None, config.parent(store, name=name)

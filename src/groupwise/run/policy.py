@@ -128,11 +128,11 @@ class Policy:
         if self._in_flight is not None:
             engine = cast(UpdatesInFlight, self._sampler)
             engine.replace(self.sampling, self.newest, recompute=self._in_flight == "recompute")
-            self._loaded.add(self.sampling)  # also the base, for which others stand until nobody asks for it
+            self._loaded.add(self.sampling)  # also the base, for which newer versions answer until no request names it
         self.sampling = self.newest
 
     def _let_go(self) -> None:
-        """Forget the versions that nobody needs, in the engine and on the disk."""
+        """Forget the versions that are not needed any more, in the engine and on the disk."""
         needed = {self.newest, self.sampling}
         held = needed.union(self._in_use())
         for version in self._loaded - held:

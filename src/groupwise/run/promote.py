@@ -160,7 +160,8 @@ class Promotion:
         return "the base model" if self._against.is_base else str(self._against)
 
     def conclude(self) -> None:
-        """End with the run: its name is not to mean a version that nobody judged."""
+        """Refuse the versions that were not judged or not promoted when the run ends, so that the adapter's name does
+        not mean one of them."""
         for version in self._store.versions(self._policy.newest.name):
             if version not in (self.promoted, self._start) and self._store.refused(version) is None:
                 self._store.refuse(version, "it was not promoted: it was not evaluated, or a later one was promoted")

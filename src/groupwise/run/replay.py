@@ -167,13 +167,13 @@ def total_reward(rollout: Rollout) -> float | None:
 
 
 class RerollQueue:
-    """Prompts that failed, first in, first out: at most `max_groups` a step from progress `start` on, each at most
-    `attempts` times; `max_groups` 0 is off.
+    """Queues prompts that failed, first in, first out, to be tried again: at most `max_groups` a step from progress
+    `start` on, each at most `attempts` times; `max_groups` 0 turns it off.
 
-    A prompt failed when `outcome` is the lowest that was ever seen for every rollout of its group, or None for all of
-    them. With a correctness reward beside others (format, length), let `outcome` read that one: a constant format
-    reward then hides no failure. A prompt that was handed out counts as waiting until its group is pushed, so that a
-    checkpoint in between loses nothing.
+    A prompt failed if every rollout of its group has the lowest `outcome` seen so far, or if `outcome` is None for all
+    of them. With a correctness reward among others (format, length), let `outcome` read the correctness reward: a
+    constant format reward then hides no failure. A prompt that was handed out counts as waiting until its group is
+    pushed, so that a checkpoint in between loses no prompt.
     """
 
     def __init__(

@@ -83,7 +83,8 @@ class SuiteRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One number of a task: what the suite calls it, over how many samples, and its standard error where it says."""
+    """Holds a number that a suite reports for a task, with its standard error and its number of samples if the suite
+    reports them."""
 
     value: float
     stderr: float | None = None

@@ -1,13 +1,13 @@
-"""The teacher of a run: a policy that reads what was sampled and tells the log-probability of every token.
+"""The teacher of a run: a policy that scores sampled completions, with a log-probability for every token.
 
     model      another model with the same tokenizer, in this process     } an engine that only scores; a prompt is run
     adapter    an adapter of the run's model                              } once for its group
     self       the version that sampled, with more in its prompt          the run's own engine
     base_url   a server                                                   POST /completions with `prompt_logprobs`
 
-A group is scored once it has its rewards and before it is handed to a step, while others are still being sampled. What
-the log-probabilities become is in `algo/distillation.py`. With `loss: sft` nothing is scored: the teacher samples
-completions of the prompt, beside those of the policy or instead of them (`TeacherRollouts`, `Demonstrator`).
+A group is scored after it has its rewards and before a step gets it, while other groups are still being sampled.
+`algo/distillation.py` uses the log-probabilities. With `loss: sft` nothing is scored: the teacher samples completions
+of the prompt, in addition to the policy's or instead of them (`TeacherRollouts`, `Demonstrator`).
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class TeacherRollouts:
         return replace(group, demonstrations=group_of(prompt, await asyncio.wrap_future(said)).rollouts)
 
     def close(self) -> None:
-        """Does nothing: the policy's source and the teacher are closed by whoever opened them."""
+        """Do nothing: the opener of the policy's source and of the teacher closes them."""
 
 
 class Demonstrator:

@@ -145,8 +145,8 @@ class TrainingRun:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     async def sample_and_score(self, step: int) -> AsyncIterator[list[RolloutGroup]]:
-        """Yield the groups of a step, sampled by the policy and scored as soon as their completions are there: all at
-        once, or `rollout.stream_groups` at a time. Whoever iterates trains on them before the next are waited for."""
+        """Yield the groups of a step, sampled by the policy and scored when their completions are complete: all at
+        once, or `rollout.stream_groups` at a time. The caller trains on them before it waits for the next."""
         self._started, self._sampling_s = time.monotonic(), 0.0
         self.parts.scorer.begin_step(step)
         waits_since = self._started

@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 
 def learner_thread(threads: int) -> ThreadPoolExecutor:
-    """Return the one thread that all training runs in, with `threads` of torch: by itself it would have as many as
-    whoever set them last."""
+    """Return the one thread in which all training runs, with `threads` of torch. Without this setting it would have the
+    number that was last set in the process."""
     return ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
 
@@ -85,14 +85,14 @@ class PolicyUpdates:
 
 
 class StepUpdate:
-    """One step's groups -> one update of the policy. Made by `PolicyUpdates.begin`; used as
+    """Makes one update of the policy from one step's groups. `PolicyUpdates.begin` makes an instance; use it as
 
         groups = await update.advantages(groups, sampled=...)    as often as groups come
         await update.accumulate()                                after each, with rollout.stream_groups
         metrics = await update.train()                           once
 
     Attributes:
-        groups: those that were given to `advantages`, with their advantages.
+        groups: the groups given to `advantages`, with their advantages.
     """
 
     def __init__(self, updates: PolicyUpdates, step: int):
@@ -107,7 +107,7 @@ class StepUpdate:
 
     @property
     def samples(self) -> list[Sample]:
-        """The groups as what the learner is given: a sample for each segment of each rollout that has an advantage."""
+        """Return the learner's samples: one for each segment of each rollout that has an advantage."""
         return [sample for part in self._parts for sample in part.samples]
 
     @property

@@ -88,7 +88,7 @@ class Look:
 
     @classmethod
     def of(cls, bounds: Bounds, number: int) -> Look:
-        """Return the look of this number where nobody knows how many there will be."""
+        """Return look number `number`, with its share of the error when the number of looks is not known in advance."""
         return cls(number=number, alpha=share_of_error(1 - bounds.confidence, number))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The worker: a process that trains the jobs it leases, beside the server and below its priority.
+"""The worker: a process that trains the jobs it leases, next to the server and at a lower priority.
 
     python -m groupwise.run.worker --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
 

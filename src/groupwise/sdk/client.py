@@ -79,7 +79,7 @@ from groupwise.sdk.types import (
 )
 from groupwise.types import Message
 
-QUIET_S = 30.0  # a stream of events that is silent for this long is opened anew; servers send a comment every 15 s
+QUIET_S = 30.0  # a stream of events that is silent for this long is reopened; servers send a comment every 15 s
 
 OUTAGE_S = 60.0  # how long a server may be away while one waits for a job
 

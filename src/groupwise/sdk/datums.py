@@ -42,20 +42,21 @@ TRAINED = 0.5  # a mask or weight above it marks a trained token
 
 @dataclass(frozen=True, kw_only=True)
 class Datum:
-    """One training sequence: `model_input` [N - 1], and `loss_fn_inputs`, a dict of [N - 1] entries named as above.
+    """Holds a training sequence: `model_input` [N - 1], and `loss_fn_inputs`, a dict of [N - 1] entries named as above.
 
-    Lists, tuples, tensors and arrays are taken. `kept` is the part of the vocabulary that each target was drawn from
-    (`SampledCompletion.kept`), [N - 1]: its log-probabilities, the sampler's and the trainer's, are then under the
-    policy restricted to that. The loss cross_entropy is of the whole vocabulary all the same.
+    Lists, tuples, tensors and arrays are taken. `kept` [N - 1] is the part of the vocabulary from which each target was
+    sampled (`SampledCompletion.kept`): the sampler's and the trainer's log-probabilities are then under the policy
+    restricted to this part. The loss cross_entropy always uses the whole vocabulary.
 
-    `routed_experts` [N - 1, layers, K] are those that the routers of a mixture chose for each input when it was
-    sampled (`SampledCompletion.routed_experts`): the trainer computes log-probabilities and policy losses with the same
-    (routing replay), cross_entropy with its own routers' choice. Inputs after the last of them are routed anew.
+    `routed_experts` [N - 1, layers, K] are the experts that a mixture's routers chose for each input during sampling
+    (`SampledCompletion.routed_experts`). The trainer computes log-probabilities and policy losses with these experts
+    (routing replay), and cross_entropy with its own routers' choice. For inputs after the last entry the trainer's
+    routers choose.
 
     Raises:
-        DataError: empty, of different lengths, an unknown name, a token id that is none, a value that is not finite
-            where a token is trained, a trained target that is not in its part of the vocabulary, or experts of more
-            tokens than there are inputs.
+        DataError: empty, of different lengths, an unknown name, an invalid token id, a value that is not finite where a
+            token is trained, a trained target that is not in its part of the vocabulary, or experts of more tokens than
+            there are inputs.
     """
 
     model_input: Sequence[int]
@@ -181,8 +182,8 @@ class Datum:
         )
 
     def whole(self) -> Sample:
-        """Return the datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1
-        targets. In the place of an image's, which nobody says, they are those of token 0."""
+        """Return the datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1 targets.
+        For an image's tokens, which are never sampled, they are those of token 0."""
         ids = self.tokens
         return Sample(
             prompt_ids=ids[:1],

@@ -25,7 +25,8 @@ SLACK = 0.9  # GPUs and machines have a little less memory than their name says
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """One hardware profile. `memory_gb` is the device memory it needs; `trains` is "lora", "full" or "any" (both)."""
+    """Describes a hardware profile: `memory_gb` is the device memory that it needs; `trains` is "lora", "full" or "any"
+    (both)."""
 
     name: str
     device: Literal["cpu", "cuda"]

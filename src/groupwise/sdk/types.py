@@ -99,12 +99,13 @@ class Usage(Answer):
 
 
 class BatchCompletion(Answer):
-    """One rollout. `text` is the whole reply; `reasoning_content` is its <think> block again, where it has one."""
+    """Holds a rollout. `text` is the whole reply; `reasoning_content` repeats the reply's <think> block, if there is
+    one."""
 
     prompt_index: int
     completion_index: int
     rollout_id: str
-    """Names this rollout in /v1/train/grpo, so that exactly what was sampled is trained."""
+    """Names this rollout in /v1/train/grpo, so that exactly the sampled tokens are trained."""
     adapter: str
     """The version that sampled it."""
     text: str
@@ -380,7 +381,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatCompletionChunk(Answer):
-    """One event of the stream; the last, if asked for, has the usage and no choices."""
+    """Holds an event of the stream. If the request asks for the usage, the last event has it, and no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -481,8 +482,9 @@ class JobError(Answer):
 
 
 class TrainStatus(Answer):
-    """One job. Times are ISO 8601, UTC. `completed` means served, unless it was not to be (`auto_load`) or is
-    `unhealthy`: then its version is stored, and `warnings` say how to activate it."""
+    """Holds the state of a training job. Times are ISO 8601, UTC. A `completed` job's version is served, unless the
+    request had `auto_load: false` or the version is `unhealthy`: then the version is stored, and `warnings` say how to
+    activate it."""
 
     job_id: str
     kind: Kind
@@ -618,7 +620,7 @@ class Health(Answer):
 
 
 class AdapterVersion(Answer):
-    """One version, and where it came from."""
+    """Describes an adapter version and its origin."""
 
     version: str
     """`name@number`."""
@@ -628,11 +630,11 @@ class AdapterVersion(Answer):
     size_bytes: int
     base_model: str
     base_hash: str
-    """A fingerprint of the weights that it was trained over."""
+    """A fingerprint of the base weights over which the version was trained."""
     quantization: str | None
-    """How these were quantised, `nf4` or `int8`."""
+    """How the base weights were quantised, `nf4` or `int8`."""
     parent: str
-    """The version that its training started from."""
+    """The version from which the training started."""
     step: int
     job_id: str | None
     unhealthy: str | None

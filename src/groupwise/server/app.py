@@ -1,4 +1,4 @@
-"""The server as a whole: the application over its parts, and a process's life from its first to its last second.
+"""The server as a whole: the application over its parts, and the server process from start to exit.
 
     build_app    the parts -> a FastAPI application with every route, guarded and documented
     serve        a configuration -> a running server, until SIGTERM or SIGINT
@@ -9,8 +9,8 @@
     activate what was active, start the worker, be ready
     SIGTERM or Ctrl-C                          503 to new requests; those in flight may end, the worker saves; exit
     a second one                               exit at once; the next start repairs what that left
-    the GPU is lost to this process            the same as SIGTERM, with exit code 75 and /health 503: whoever keeps the
-                                               server up (a container, systemd) starts it again
+    the GPU is lost to this process            the same as SIGTERM, with exit code 75 and /health 503: the service
+                                               manager (a container, systemd) restarts the server
 
 Nothing heavy is imported before the port is bound.
 """

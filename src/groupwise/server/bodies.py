@@ -166,7 +166,7 @@ def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> Requ
 
 
 def _path(problem: ErrorDetails, data: Any) -> Path:
-    """Return where in the body the problem is. Pydantic's location also names members of unions, which nobody wrote."""
+    """Return the path of the problem in the body, without the members of unions that Pydantic's location also names."""
     path: list[str | int] = []
     for i, key in enumerate(problem["loc"]):
         last = i == len(problem["loc"]) - 1

@@ -1,12 +1,12 @@
 """The bridge between a request and the engine, and back.
 
     Generation    requests in the engine for one client: tokens as they are sampled, or all completions
-    Said          what was sampled of one completion and has not been sent yet
+    Said          the sampled tokens of a completion that have not been sent yet
     tokens_of     a whole completion as the same tokens
 
-The engine's thread never waits for anybody: it leaves tokens in a `Generation`'s buffer. A client that reads too
-slowly fills its own buffer and loses its own request. Whatever ends a request early (the client left, the deadline, a
-full buffer) cancels its futures, and the engine frees the rows before their next token.
+The engine's thread never waits for a client: it leaves tokens in a `Generation`'s buffer. A client that reads too
+slowly fills its own buffer and loses its own request. If a request ends early (the client left, the deadline, a full
+buffer), its futures are cancelled, and the engine frees the rows before their next token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlowReaderError(GroupwiseError):
 
 
 class Token(NamedTuple):
-    """One sampled token of completion `choice` of the `prompt`-th request."""
+    """Holds a sampled token of completion `choice` of the `prompt`-th request."""
 
     prompt: int
     choice: int
@@ -164,7 +164,7 @@ class Generation:
         """Wake `next`, from any thread; many tokens make one call of the loop."""
         if not self._told:
             self._told = True
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits
+            with suppress(RuntimeError):  # the loop has been closed: no request waits
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:

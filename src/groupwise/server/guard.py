@@ -280,7 +280,8 @@ class Guard:
             )
 
     def _caller(self, headers: Headers, path: str) -> Caller | None:
-        """Return who sent a request; nobody to /health, which answers in any case, where the keys cannot be read."""
+        """Return the caller of a request. If the keys cannot be read, return None for /health, which answers in any
+        case; other paths raise StorageError."""
         try:
             return self._keyring.of(headers, path)
         except StorageError:

@@ -2,8 +2,8 @@
 /v1/train/sft.
 
     train.learning_rate=9e-05      config.learning_rate=9e-05
-    rollout.group_size=16          in words: `n` of /v1/completions/batch, since whoever posts a job sampled before it
-    rollout.refill=2               left out: nobody refills a job
+    rollout.group_size=16          in words: `n` of /v1/completions/batch, since the client sampled before posting
+    rollout.refill=2               left out: a job cannot be refilled
 
 A change is computed from the job's own configuration, and is left out if it changes nothing or would be refused.
 """

@@ -4,21 +4,20 @@
     FeedbackTrainer  while `run` runs: waits for `after` ratings, completes and scores their groups, queues a job
     /v1/learn        what it does and why it does not; pause and resume
 
-A group is the completions of one prompt. Rated answers keep the score that people gave them. Where several rated
-answers of a prompt differ, they are a group by themselves. Otherwise the server samples further completions from the
-version that answered, and the rewards of the configuration score these. A correction is not trained on as a completion:
-the policy did not sample it, so it has no place among the probabilities that GRPO weighs. It is what the group is
-compared with: the column `answer` of the rewards, or, without rewards, the reference of ROUGE-L.
+A group is the completions of one prompt. Rated answers keep the score of their rating. If several rated answers of a
+prompt differ, they are a group by themselves. Otherwise the server samples further completions from the version that
+answered, and the configuration's rewards score them. A correction is not trained on as a completion: the policy did not
+sample it, so GRPO has no probability for it. The group is compared with the correction instead: it is the column
+`answer` of the rewards, or, without rewards, the reference of ROUGE-L.
 
-`after` counts ratings whose groups have something to learn, which is known once they are completed and scored. Those
-that are completed are kept in memory until they are enough, as long as the version that a job would continue is the
-same.
-A group in which everything scored alike waits for a later version, which completes it anew, up to MAX_FAILURES times;
-one in which everything is right (1) is spent at once.
+`after` counts ratings whose groups have something to learn, which is known after they are completed and scored.
+Completed groups are kept in memory until there are enough, as long as the version that a job would continue stays the
+same. A group whose scores are all equal waits for a later version, which completes it again, up to MAX_FAILURES times;
+a group in which every answer is right (1) is used up at once.
 
-The newest ratings are trained first, and those of answers that `max_behind` versions went live after are dropped. Where
-ratings come faster than jobs can take them, taking the oldest first would let every job teach what the policy no longer
-says, ever further back.
+The newest ratings are trained first. Ratings of an answer are dropped once `max_behind` versions went live after its
+own. If ratings come faster than jobs can take them, taking the oldest first would train every job on answers that the
+policy no longer gives, ever older ones.
 
 A job is queued and takes its ratings in one transaction: a kill between rating and job loses neither, and no rating is
 trained twice. A job that fails or is cancelled gives them back.
@@ -374,7 +373,7 @@ class FeedbackTrainer:
         self._alike += await self._put_off([(group, done) for group, done in new if not done.useful])
         useful = [group for group in rated if group.seqs in self._done and self._done[group.seqs].useful]
         seqs = ratings_in(useful)
-        self._seen = None  # what waits is counted anew
+        self._seen = None  # the waiting ratings are counted again
         if len(seqs) < self._config.after and len(useful) < self._config.max_groups:
             if failed:
                 raise failed[0]

@@ -32,7 +32,7 @@ class StartError(GroupwiseError):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen on `host`:`port` (0: a free port). Connections wait in the kernel until somebody accepts them."""
+    """Listen on `host`:`port` (0: a free port). Connections wait in the kernel until the server accepts them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

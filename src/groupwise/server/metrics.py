@@ -87,7 +87,7 @@ class _Tokens:
 
 
 class _Watched(Collector):
-    """Gauges that somebody else knows."""
+    """Collects gauges whose values other parts of the server provide, through `sources`."""
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Iterable[Sample]]] = []
@@ -103,7 +103,7 @@ class _Watched(Collector):
 
 
 class Recorder:
-    """One server's numbers. Its methods are for the event loop; `exposition` may run in a thread."""
+    """Records a server's metrics. Call the methods in the event loop; `exposition` may run in a thread."""
 
     def __init__(self, *, model_name: str, version: str = ""):
         self.registry = CollectorRegistry()

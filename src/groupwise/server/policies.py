@@ -8,9 +8,10 @@ version, one admitted after it begins on the new one, and a version that cannot 
 log-probabilities never becomes active. Swaps, rollbacks and deletions wait for each other, first come first served, so
 of a storm of swaps the newest wins.
 
-Where as many adapters are loaded as may be, requests for another one wait, first come first served. For each version
-that is waited for, one of those that are loaded (the one asked for longest ago) takes no new requests and makes room
-when its last one has ended: those that keep coming do not starve who waits, and who waits does not stop the others.
+When as many adapters are loaded as allowed, requests for another one wait, first come first served. For each version
+that is waited for, the least recently requested of the loaded ones takes no new requests and is unloaded when its last
+request has ended. So a stream of requests for loaded versions does not starve the waiting ones, and the waiting ones do
+not stop the other versions.
 
 Counts and the alias belong to the server's event loop and change only between awaits. Everything that is slow happens
 elsewhere: files in threads, the engine's loading in one thread of its own, one adapter at a time.
@@ -83,7 +84,7 @@ def check_free_name(name: str, *, served_name: str) -> None:
 
 
 class ComposedAdapter(Protocol):
-    """One adapter of a composition."""
+    """Names an adapter of a composition and its scale."""
 
     @property
     def name(self) -> str: ...
@@ -132,10 +133,11 @@ class Pair:
 
 @dataclass
 class Trial:
-    """A version that answers a share of the requests beside `against`, the active one: those that name none, instead of
-    it (a canary), or those that it has answered, once more, unseen (a shadow, which makes `pairs`).
-    `requests` and `errors`: True is under the version on trial; of requests that name a version neither counts.
-    `after`: the number of the newest rating when it began. `seconds`: how long servers have answered by it."""
+    """Holds the state of a trial: a version answers a share of the requests that name no version. A canary answers them
+    instead of `against`, the active version; a shadow answers them again after it, unseen by clients, which makes
+    `pairs`. `requests` and `errors` count both versions' requests (True: the version on trial); requests that name a
+    version are not counted. `after`: the number of the newest rating when the trial began. `seconds`: the time for
+    which servers have answered by it."""
 
     version: PolicyVersion
     against: PolicyVersion
@@ -386,10 +388,10 @@ class Policies:
                 self._deleting.difference_update(versions)
 
     async def prune(self, find: Callable[[], Collection[PolicyVersion]]) -> list[PolicyVersion]:
-        """Remove those of the versions that `find` names that nobody needs, and return them. It is called, in a thread,
-        when nothing changes any more: a swap that is waited for takes its time. Raises StorageError.
+        """Remove the versions that `find` names and that are not needed, and return them. `find` is called in a thread,
+        once no swap is under way. Raises StorageError.
 
-        The active one, those that requests use, the one that rollback would go to, and the newest of a name stay.
+        The active version, versions in use by requests, the target of a rollback, and the newest of each name stay.
         """
         async with self._changing:
             kept = {self._active, self._store.active, *(version for version, users in self.in_use.items() if users)}
@@ -461,7 +463,7 @@ class Policies:
         else:
             entry = await self._turn(version, load, patience_s)
         try:
-            await asyncio.shield(entry.loading)  # whoever gives up does not stop it for the others
+            await asyncio.shield(entry.loading)  # a request that gives up does not stop the loading for others
             yield
         finally:
             self._leave(entry)
@@ -477,7 +479,7 @@ class Policies:
         entry = self._loaded.get(version)
         if entry is None or entry.failed:
             entry = self._loaded[version] = _Loaded(self._in_loader(load))
-            entry.loading.add_done_callback(lambda _: self._settle())  # perhaps nobody wants it any more, and it may go
+            entry.loading.add_done_callback(lambda _: self._settle())  # if no request wants it any more, it may go
         self._leases += 1
         entry.users, entry.used = entry.users + 1, self._leases
         return entry
@@ -533,7 +535,7 @@ class Policies:
         return waiting is self._waiting[0] and (waiting.version in self._loaded or self._has_room())
 
     def _has_room(self) -> bool:
-        """Return whether one more can be loaded; unloads what nobody uses for it."""
+        """Return whether one more adapter can be loaded; first unload an unused one if that makes the room."""
         self._unload_idle(room=1)
         return len(self._others()) < self._max_loaded
 
@@ -556,7 +558,7 @@ class Policies:
 
     def _in_loader(self, work: Callable[[], None]) -> asyncio.Future[None]:
         future = asyncio.get_running_loop().run_in_executor(self._loader, work)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps no request waits any more
         return future
 
     # --- in the loader's thread ---

@@ -62,8 +62,8 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownCompletion:
-    """One rollout. `by_token` is False where its tokens' texts are not known and `pieces` are whole turns. `stop`: why
-    an episode ended; None of what is none."""
+    """Holds a rollout as the web interface shows it. `by_token` is False if the texts of single tokens are not known:
+    then a piece is a whole turn. `stop` says why an episode ended; None for a rollout without an environment."""
 
     reward: float | None
     rewards: Mapping[str, float | None]

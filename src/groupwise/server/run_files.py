@@ -1,11 +1,11 @@
-"""The directory of a run, read while somebody else may be writing it: its metrics as they grow, its state, its config.
+"""Reads the directory of a run while another process may write it: its metrics as they grow, its state, its config.
 
-    MetricsFile    metrics.jsonl: what is behind a cursor; the cursor of a file that was replaced begins anew
-    RunFiles       one run
-    open_runs      the runs of several directories, each under an id of its own
-    with_stages    the same, and behind each run the stages that came before it
+    MetricsFile    metrics.jsonl: the lines after a cursor; the cursor restarts if the file was replaced
+    RunFiles       the files of one run
+    open_runs      the runs of several directories, each with its own id
+    with_stages    the same, and after each run the stages that came before it
 
-Only whole lines are read: what follows the last newline is being written, or torn. Nothing here writes or locks.
+Only whole lines are read: text after the last newline is incomplete. This module writes and locks nothing.
 """
 
 from __future__ import annotations
@@ -146,14 +146,14 @@ def _number(value: Any) -> float | None:
 
 
 class RunFiles:
-    """One run. `id` is what the API calls it."""
+    """Reads the files of a run's directory. `id` is the run's id in the API."""
 
     def __init__(self, directory: Path, *, id: str):
         self.directory, self.id = directory, id
         self.metrics = MetricsFile(directory / METRICS)
 
     def config(self) -> tuple[Mapping[str, Any], str | None]:
-        """Return the configuration, and why it cannot be read, if so."""
+        """Return the configuration, and, if it cannot be read, the reason."""
         path = self.directory / CONFIG
         try:
             stat = path.stat()

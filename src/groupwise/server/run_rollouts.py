@@ -400,10 +400,11 @@ PAIR_TOKENS = 1000  # of a completion that is shown
 
 
 def change_of(run: RunFiles) -> RunEvaluations:
-    """Return the first evaluation beside the last, or beside that of the version which the run keeps (`eval.best`);
-    greedy if that was evaluated.
+    """Return the comparison of the first evaluation with the last, or with that of the version which the run keeps
+    (`eval.best`); greedy if the run evaluated greedily.
 
-    Nothing (`mode` is None) where there are not two, or where they cannot be read or are not of the same prompts.
+    The comparison is empty (`mode` is None) if there are not two evaluations, if they cannot be read, or if their
+    prompts differ.
     """
     nothing = RunEvaluations(
         run=run.id, mode=None, first=None, last=None, prompts=0, better=0, worse=0, paired=[], changed=[]

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
-INTERACTIVE = 8  # a request for this many completions is somebody waiting; for more it is a batch
+INTERACTIVE = 8  # a request for at most so many completions has a person waiting; one for more is a batch
 IN_PERSON = 8  # requests of one address at once that are; what it sends besides gives way to others, as a batch does
 
 SAMPLING_ERRORS = (

@@ -2,12 +2,12 @@
 
 Names and meanings are OpenAI's, and vLLM's where OpenAI has none; `adapter`, `adapters` and what gives token ids back
 are ours. Ranges and what excludes what are checked here, before anything is tokenised. An option that this server does
-not have is refused, unless its value changes nothing, also one that only other servers have (`OTHERS`); what says
-nothing about the answer (`BOOKKEEPING`) and fields that nobody here knows are ignored on OpenAI's routes and refused on
-ours. null is a field that is left out.
+not have is refused, unless its value changes nothing, also one that only other servers have (`OTHERS`). Fields without
+an effect on the answer (`BOOKKEEPING`) and unknown fields are ignored on OpenAI's routes and refused on ours. null
+counts as a field that is left out.
 
-What is sampled for training (`Sampling` alone) has no penalties and no biases: its tokens would be drawn from another
-distribution than the one that is trained. They are `ShapedSampling`'s.
+Completions for training (`Sampling` alone) have no penalties and no biases: their tokens would be sampled from another
+distribution than the trained one. `ShapedSampling` has these options.
 """
 
 from __future__ import annotations

@@ -121,12 +121,12 @@ class RolloutPart(Answer):
 
 
 class RunRollout(RolloutDetail):
-    """One completion of a run."""
+    """Describes a run's completion."""
 
     gaps: list[float | None] | None
-    """For each of `tokens` the trainer's log-probability minus the sampler's, where the run recorded them."""
+    """For each of `tokens` the trainer's log-probability minus the sampler's, if the run recorded them."""
     parts: list[RolloutPart]
-    """Of an episode, who said which of `tokens`; empty for what is no episode."""
+    """An episode's turns and messages, with the author and number of `tokens` of each; otherwise empty."""
     ended: str | None
     """Why an episode ended."""
 

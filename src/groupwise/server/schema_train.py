@@ -29,7 +29,7 @@ SampledIds = Annotated[TokenIds, _at_least(1)]
 
 
 def _under_config(kind: str) -> dict[str, str]:
-    """Return where options go that people write beside `config`."""
+    """Return the right paths of options that belong under `config` and are often written next to it."""
     return {name: f"config.{ours}" for name, ours in JOB_OTHER_NAMES[kind].items()} | {
         name: f"config.{name}" for name in MODELS[kind].model_fields
     }

@@ -10,7 +10,7 @@
     @router.get("/queue")
     async def queue(parts: Jobs) -> TrainQueue: ...
 
-A route gets the parts of whoever sends the request: a tenant's, or the owner's (`server.tenants`). `assemble` builds
+A route gets the parts of the request's sender: a tenant's, or the owner's (`server.tenants`). `assemble` builds
 every part once and gives each what it uses; only it, the application, `server.tenants` and this file know the `Server`.
 """
 

@@ -153,7 +153,7 @@ class Tenants:
         try:
             return await asyncio.shield(begun)
         except Exception:
-            if self._open.get(tenant) is begun:  # whoever asks next tries again, or has begun to
+            if self._open.get(tenant) is begun:  # the next request tries again, or has begun to
                 del self._open[tenant]
             raise
 

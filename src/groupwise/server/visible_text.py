@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from groupwise.tasks.transcript import visible
 
-# Beside what `visible` replaces: direction marks, line separators, invisible joints, and lone surrogates, which UTF-8
-# cannot hold.
+# In addition to the characters that `visible` replaces: direction marks, line separators, invisible joints, and lone
+# surrogates, which UTF-8 cannot hold.
 _HIDDEN = (0x061C, 0x200B, 0x200E, 0x200F, 0x2028, 0x2029, 0x2060, 0xFEFF, 0xFFFE, 0xFFFF, *range(0xD800, 0xE000))
 
 _VISIBLE = dict.fromkeys(_HIDDEN, 0xFFFD)

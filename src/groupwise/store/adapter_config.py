@@ -9,8 +9,8 @@ When PEFT loads an adapter it first injects one into the model, as the configura
 and alpha whose pattern matches its name. Then it fills in the tensors of the file, and drops those that found no place
 with a warning. We compute with every tensor of the file. So each of them must have a place, of its own rank.
 
-An adapter may come from anybody: no regular expression of it is run for long, and nothing here costs more than in
-proportion to the file.
+An adapter may come from an untrusted source: its regular expressions have a time limit, and all other work here is at
+most proportional to the file.
 """
 
 from __future__ import annotations

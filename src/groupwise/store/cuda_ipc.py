@@ -76,8 +76,8 @@ class CudaIpc:  # gpu-only: CUDA IPC, the server's weights in the worker's proce
 def offer_weights(base: LoadedModel, path: Path, *, transport: Transport | None = None) -> bool:
     """Write handles of the parameters of `base` to `path`; without a `transport`, only if they are on a GPU.
 
-    Returns whether they are there. Where they cannot be exported that is logged, and each process has its own copy.
-    The parameters must stay where they are for as long as somebody may attach.
+    Returns whether the handles were written. If the parameters cannot be exported, that is logged, and each process has
+    its own copy. The parameters must stay at their addresses for as long as a process may attach.
     """
     if transport is None and base.device.type != "cuda":  # gpu-aware
         return False

@@ -74,13 +74,13 @@ _EXPONENT_BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The origin of a version, as its publisher knows it. `base_hash` names the exact base weights, and `quantization`
-    (`nf4`, `int8`) how the base was loaded.
+    """Holds the origin of a version, as its publisher states it. `base_hash` names the exact base weights, and
+    `quantization` (`nf4`, `int8`) how the base was loaded.
 
-    `job` is the training job that made it. `unhealthy` says what was wrong at its end, where that is an error: such a
-    version becomes active, and stands for its adapter's name, only by hand. `canary` is what the trainer measured under
-    it, for whoever loads it to compare with: {"prompt_ids", "completion_ids", "logprobs"}, log-probabilities at
-    temperature 1.
+    `job` is the training job that made the version. `unhealthy` is the error of health at the job's end: such a version
+    becomes active, and is meant by its adapter's name, only if a person activates it. `canary` has the trainer's
+    log-probabilities under the version, with which a loading engine compares its own: {"prompt_ids", "completion_ids",
+    "logprobs"}, at temperature 1.
     """
 
     base_model: str
@@ -539,7 +539,7 @@ def in_use(directory: Path) -> Iterator[None]:
 
 
 def try_move(directory: Path, target: Path, *, before: Callable[[], None]) -> bool:
-    """Do `before` and rename a directory, unless somebody uses it (`in_use`); whether it was."""
+    """Call `before` and rename a directory, unless a process uses it (`in_use`); return whether it was renamed."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not try_lock(descriptor):

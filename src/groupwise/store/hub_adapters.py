@@ -68,7 +68,8 @@ def base_of(directory: Path) -> str | None:
 
 
 def pushed_manner(directory: Path) -> dict[str, Any]:
-    """Return what was pushed beside an adapter of how it was trained to be asked; nothing where there is none."""
+    """Return the settings of prompts that were pushed with an adapter (`system`, `chat`, `structured_outputs`); empty
+    if there are none."""
     try:
         said = json.loads((directory / MANNER).read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):

@@ -4,11 +4,12 @@
             "kept": null, "routed_experts": null, "teacher_logprobs": null}]}], "temperature": 1.0}
     sft    {"examples": [{"prompt_ids": [..], "completion_ids": [..], "mask": [..]}]}
 
-`logprobs` are those of the policy that sampled, at `temperature`; null where nobody recorded them. `kept` is the part
-of the vocabulary that each token was drawn from, and `logprobs` are of the policy restricted to it; null is all of it
-(`recorded.SamplingMask`, its bytes in base64). `routed_experts` are those that the routers of a mixture chose for the
-tokens of prompt and completion (`recorded.RoutedExperts`, likewise); null where nobody recorded them.
-`teacher_logprobs` are a teacher's of the same tokens, null where there was none. No torch here.
+`logprobs` are those of the policy that sampled, at `temperature`; null if they were not recorded. `kept` is the part of
+the vocabulary from which each token was sampled, and `logprobs` are those of the policy restricted to this part; null
+is the whole vocabulary (`recorded.SamplingMask`, its bytes in base64). `routed_experts` are the experts that a
+mixture's routers chose for the tokens of prompt and completion (`recorded.RoutedExperts`, likewise); null if they were
+not recorded. `teacher_logprobs` are a teacher's for the same tokens, null without a teacher. This module does not
+import torch.
 """
 
 from __future__ import annotations

@@ -280,7 +280,8 @@ def _was_finished(run_dir: Path) -> bool:
 
 @lru_cache(maxsize=16)
 def _said(configuration: str) -> Any:
-    """Return what a run's configuration says, which nobody may change: it is asked for several times a command."""
+    """Return the values of a run's configuration from a cache; do not change them. A command reads them several
+    times."""
     return YAML(typ="safe").load(configuration)
 
 

@@ -1,9 +1,9 @@
-"""Takes keys, tokens and passwords out of text before it leaves this machine, and personal data where that is asked.
+"""Removes keys, tokens and passwords from text before it leaves this machine, and personal data if requested.
 
 A secret is the value of an environment variable whose name says so (HF_TOKEN, OPENAI_API_KEY, DB_PASSWORD), text in a
-shape that only keys have, a password in an address, and a configuration's value under such a name. `SECRETS` are the
-shapes, and `PERSONAL` those of what says who somebody is. What has none of these marks is not found, and a name or an
-address of the post has none: look through what you publish.
+form that only keys have, a password in an address, and a configuration's value under such a name. `SECRETS` has the
+forms of keys, and `PERSONAL` those of personal data. Text without such a form is not found; names and postal addresses
+have none. Look through what you publish.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ ROLLOUTS, EVALUATIONS, ADAPTERS, IMAGES = "rollouts", "evaluations", "adapters",
 def open_run_dir(
     config: RunConfig, *, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[Path, checkpoint.RunState | None]]:
-    """Context manager: the run's directory, locked against other processes, and the state from which a resumed run goes
-    on (`resume: auto`). A finished run goes on where `train.steps` asks for more; else, if `run_dir` names it, there is
-    nothing left but to conclude it again. `note` is told why a run that may go on with another begins anew.
+    """Yield the run's directory, locked against other processes, and the state from which a resumed run continues
+    (`resume: auto`). A finished run continues if `train.steps` asks for more; otherwise, if `run_dir` names it, it is
+    only concluded again. `note` gets the reason if a run that could resume starts over.
 
     The directory is locked before anything in it is changed: a run that is being trained stays as it is.
 
@@ -64,9 +64,9 @@ def open_run_dir(
 
 
 def reserve_run_dir(config: RunConfig, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Return the directory of the run that goes on, or of a new one, which is made here and given to nobody else.
+    """Return the directory of the run that continues, or make one for a new run, which no other process gets.
 
-    Raises as `open_run_dir`, but for the lock.
+    Raises the errors of `open_run_dir`, except that of the lock.
     """
     if config.resume == "auto" and config.run_dir is None:
         begun, why_anew = _unfinished(config)

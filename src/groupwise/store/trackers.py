@@ -174,7 +174,7 @@ class WandbTracker:
 
 
 def _has_key(wandb: ModuleType) -> bool:
-    """Return whether W&B knows who runs this, without asking anybody."""
+    """Return whether W&B has an API key here, without prompting the user."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # before 0.31 it asks, and has this instead

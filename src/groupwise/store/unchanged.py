@@ -42,5 +42,5 @@ class Unchanged(Generic[T]):
         return found
 
     def forget(self, path: str) -> None:
-        """Let go of what was read of a file that is gone, and that nobody will ask for again."""
+        """Forget the contents of a file that is gone and will not be asked for again."""
         self._known.pop(path, None)

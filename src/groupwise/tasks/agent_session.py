@@ -301,7 +301,7 @@ class AgentSession:
         loop = asyncio.get_running_loop()
 
         def on_token(_: int, token_id: int, *__: Any) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits
+            with suppress(RuntimeError):  # the loop has been closed: no request waits
                 loop.call_soon_threadsafe(said, token_id)
 
         (future,) = cast("LiveEngine", self.sampler).submit([request], on_token=on_token)

@@ -1,4 +1,4 @@
-"""Agents: programs that play one episode and know nothing but an OpenAI client; loading, recording and training them.
+"""Agents: programs that play one episode through an OpenAI client; loads, records and trains them.
 
     async def agent(case, *, client, model):
         answer = await client.chat.completions.create(model=model, messages=[...], tools=[...])
@@ -15,8 +15,8 @@ reads the certificates of the machine each time, some 70 ms. What it returns is
 
     a number                        the episode's reward
     {"reward": .., "metrics": {}}   the same; the numbers are logged as `env/<name>`
-    {"turn_rewards": [..]}          alone or beside these: what each answer was worth, in their order, None for nothing
-    None                            the configuration's `rewards` say what the episode is worth
+    {"turn_rewards": [..]}          alone or with these: a reward for each answer, in order, None for no reward
+    None                            the configuration's `rewards` score the episode
 
 and rewards of turns are added to the episode's, as in an environment.
 

@@ -75,9 +75,9 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveResult:
-    """Result of a player's turn in a game of several (`self_play`), each by player: what it is told next, and its
-    reward, which counts for the last turn that it took. `next` speaks next (None: whoever is next in `players`), in the
-    state `state` (as `Observation.state`)."""
+    """Holds the result of a player's turn in a game of several players (`self_play`): by player, the messages that it
+    gets next, and its reward, which counts for the last turn that it took. `next` names the next player (None: the next
+    in `players`), and `state` its situation (as `Observation.state`)."""
 
     messages: Mapping[str, Any] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)

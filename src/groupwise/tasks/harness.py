@@ -7,9 +7,9 @@
     score       `score.command` on a copy in the sandbox, without links that lead to its files; or reward functions,
                 which get the directory as `workspace`
 
-The program always has the sandbox's keeper beside it (`rewards.sandbox`), which kills all its descendants, also when
-this process dies. With `isolated` it is in the sandbox altogether: then it has a network of its own, in which there is
-one port, that of the policy, whose connections are passed on to the run's endpoint from here.
+The sandbox's keeper (`rewards.sandbox`) always watches the program, and kills all its descendants, also when this
+process dies. With `isolated` the program runs in the sandbox: then it has a separate network with a single port, the
+policy's, whose connections are passed on to the run's endpoint from here.
 """
 
 from __future__ import annotations
@@ -485,7 +485,7 @@ class Harness:
 
 
 def sweep() -> None:
-    """Remove the workspaces of processes that were killed: directories of this user whose lock nobody holds."""
+    """Remove the workspaces of processes that were killed: directories of this user whose lock no process holds."""
     for root in Path(tempfile.gettempdir()).glob(f"{ROOT}*"):
         with suppress(OSError):
             if root.is_symlink() or root.stat().st_uid != os.geteuid():

@@ -46,8 +46,8 @@ class Mixture:
 
 
 class MixedOrder:
-    """Orders an epoch over the rows of several sources, one source's rows behind another's: as many draws as there are
-    rows, give or take one for each source. A source that is exhausted begins anew, in a new order if
+    """Orders an epoch over the rows of several sources, which are numbered one source after another: as many draws as
+    there are rows, plus or minus one for each source. A source that is exhausted starts over, in a new order if
     `shuffle`."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool):

@@ -225,7 +225,7 @@ def checked(request: AgentChatRequest) -> AgentChatRequest:
 # ---- answers ----
 @dataclass(frozen=True, kw_only=True)
 class AgentReply:
-    """One answer of the policy: its `message` as the client gets it and sends it back, and the parts of that."""
+    """Holds an answer of the policy: its `message` as the client gets it and sends it back, and the message's parts."""
 
     message: dict[str, Any]
     parts: tuple[ReplyPart, ...]

@@ -136,12 +136,12 @@ def _byte_letters() -> dict[str, int]:
 
 # ---- a reply as it is said ----
 class Reply:
-    """One reply while it is said.
+    """Splits a reply into parts (thought, text, calls) while it is sampled.
 
     Args:
-        parser: splits its text.
-        new_id: an id for the next call.
-        one_call: calls after the first are left out.
+        parser: splits the reply's text.
+        new_id: returns an id for the next call.
+        one_call: keep only the first call.
     """
 
     def __init__(self, parser: ReplyParser, *, new_id: Callable[[], str], one_call: bool = False):
@@ -153,7 +153,7 @@ class Reply:
         return [part for part in self.parts if part.kind == "tool_call"]
 
     def push(self, text: str) -> list[ReplyPart]:
-        """Return what `text` adds for certain."""
+        """Return the parts that `text` completes for certain."""
         return self._kept(self._parser.push(text))
 
     def finish(self) -> list[ReplyPart]:

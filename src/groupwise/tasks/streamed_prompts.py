@@ -31,13 +31,13 @@ BLOCK = 1024  # draws of a block of the mixture
 
 
 class StreamedPrompts(Tickets[tuple[int, int]]):
-    """Prompts that are read as they are drawn, endlessly; see the head of this file and `PromptStream`.
+    """Reads prompts when they are drawn, endlessly; see the head of this file and `PromptStream`.
 
     Args:
-        sources: the rows of each; gone through anew for every pass.
-        weights: the sources' shares of what is drawn, in their order.
-        to_prompt: makes a prompt of the configuration of a row's source, its id and the row. Raises DataError.
-        buffer: rows of each source that the next is drawn from; 1 keeps their order.
+        sources: the rows of each source; every pass reads them from the start.
+        weights: the sources' shares of the drawn prompts, in order.
+        to_prompt: makes a prompt from the configuration of a row's source, its id and the row. Raises DataError.
+        buffer: the number of rows of a source from which the next one is drawn; 1 keeps their order.
 
     Raises DataError for a bad row among the first of a source, or a source without rows.
     """

@@ -252,10 +252,10 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Return what `function` returns, run in a daemon thread; at most `THREADS` are waited for at once.
+    """Run `function` in a daemon thread and return its result; at most `THREADS` are waited for at once.
 
-    Whoever stops waiting leaves the thread behind: it holds up neither the others nor the end of the process. The time
-    that a call waits for its turn is not the tool's.
+    A caller that stops waiting leaves its thread behind, which delays neither other calls nor the end of the process.
+    The time for which a call waits for its turn does not count as the tool's.
     """
     loop = asyncio.get_running_loop()
     _clock.get()(False)
@@ -271,7 +271,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
                 result, error = None, raised
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed: no call waits
                 return
 
         threading.Thread(target=work, name="tool", daemon=True).start()

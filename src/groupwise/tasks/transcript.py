@@ -6,7 +6,7 @@ The prompt of a turn is what was there, with what follows appended:
 
 so nothing that was sampled is ever encoded again. A turn that the policy did not end itself (it was cut, or a stop
 string ended it) is closed with the template's end-of-turn token. Where the template would render the history
-differently now that the conversation goes on (Qwen 3 drops earlier <think> blocks), the next prompt is encoded anew:
+differently now that the conversation continues (Qwen 3 drops earlier <think> blocks), the whole next prompt is encoded:
 the turns then are two trained segments (`segments`), each in the context in which it was sampled.
 """
 

@@ -177,8 +177,8 @@ def fused_logprobs(
 def _logprobs(
     hidden_NH: Tensor, model: PreTrainedModel, batch: MicroBatch, temperature: float, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropy of the loss tokens, or of those that are this process's `own`, and of their
-    soft targets where there are any. In an image's places, which nobody says, they are those of token 0."""
+    """Return log-probabilities and entropy of the loss tokens, or of the tokens `own` of this process, and of their
+    soft targets if there are any. For an image's tokens, which are never sampled, they are those of token 0."""
     id_NK, _ = batch.soft_targets
     taught, target_N = id_NK.shape[1] > 0, batch.target_N
     if vision_of(model) is not None:

@@ -1,17 +1,16 @@
 """One forward and one backward over a base model for micro-batches of several learners, each with its own adapter.
 
-The rows of all micro-batches stand one after another in one packed row. What a layer does to each token by itself
-(norms, rotary positions, gates, sums) is done to all at once, which is what is saved: a small micro-batch costs as much
-in starting operations as in computing. What adds up over tokens or dimensions is computed for each learner by itself,
-in the shapes that it has alone:
+The rows of all micro-batches are one packed row. Operations on single tokens (norms, rotary positions, gates, sums) run
+on all tokens at once, which saves time: for a small micro-batch, starting operations costs as much as computing them.
+Sums over tokens or dimensions are computed for each learner separately, in the shapes that it has alone:
 
     products      of its rows with the base's weights and its own A and B, of whatever rank, scale and targets
     attention     of its prompts and completions (`model.joint_layout`)
     LM head       at its loss tokens, at its temperature, over what its sampler kept
-    loss          its own, of which nobody else hears
+    loss          its own
 
-So nothing of a learner's sums depends on who else is there, and its log-probabilities, its loss and its gradient have
-the bytes that they have alone. What is not finite stays in its own rows; a loss that raises is left out, and so is its
+So a learner's sums do not depend on the other learners, and its log-probabilities, its loss and its gradient have the
+same bytes as alone. Values that are not finite stay in their own rows; a loss that raises is left out, and so is its
 gradient.
 
 Shapes: S packed tokens of all, N loss tokens of one.

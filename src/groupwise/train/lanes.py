@@ -1,10 +1,10 @@
-"""Micro-batches side by side, each in a thread of its own with one of torch's; their results in order.
+"""Runs micro-batches in parallel, each in its own thread with one of torch's threads, and returns their results in
+order.
 
-An operation on a micro-batch of a small model takes a millisecond or less. Shared out over threads, each of the
-thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process
-has more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no
-barriers (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none
-either.
+An operation on a micro-batch of a small model takes a millisecond or less. If it is spread over threads, each of the
+thousands in a pass ends in a barrier, at which OpenMP's helping threads soon fall asleep if the process has more of
+them than cores, as with an engine next to the trainer. Micro-batches that run in parallel need no barriers
+(docs/performance.md has the gain). torch releases Python's lock while it computes, so the lock does not serialise them.
 """
 
 from __future__ import annotations

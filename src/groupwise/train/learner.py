@@ -190,8 +190,8 @@ class Learner:
 
     @property
     def computes_alone(self) -> bool:
-        """Return whether a micro-batch has one of torch's threads, so that others, also another learner's, run beside
-        it."""
+        """Return whether a micro-batch has one of torch's threads, so that others, also another learner's, run at the
+        same time."""
         return self._lanes.most > 1
 
     # -- the verbs ----------------------------------------------------------------------------------------------------

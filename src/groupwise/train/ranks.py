@@ -1,15 +1,14 @@
 """The processes of a run that train together (torch.distributed), and what they do with each other.
 
-    join          meet the others where torchrun says; sets up two groups
+    join          meets the other processes at torchrun's address, and sets up two groups
     Ranks.sum     a tensor, added up over all ranks        on the devices: NCCL, or gloo on CPUs
     Ranks.gather  an object of every rank, at every rank   always gloo
     Ranks.send_order, next_order                           rank 0 tells the others what to do next
-    Ranks.own_line                                         a store for threads beside them
+    Ranks.own_line                                         a separate store for other threads
 
-Nothing waits for ever. Everybody first passes a barrier that has a deadline, so that what is missing is a rank with a
-number and not a hang inside a collective: RankLostError says which rank did not come to which phase, and how long that
-was waited for.
-Between orders rank 0 may sample for as long as it likes: the others look whether its heart beats.
+No wait is endless. Every rank first passes a barrier with a deadline, so that a missing rank is reported by its number
+instead of a hang inside a collective: RankLostError says which rank did not reach which phase, and how long the others
+waited. Between orders rank 0 may sample for any time: the other ranks check its heartbeat.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class Ranks:
 
     def _beat(self) -> None:
         while not self._ended.wait(min(MOST_BEAT_S, self.deadline_s / 4)):
-            with suppress(RuntimeError):  # a store that is gone is found out by whoever waits
+            with suppress(RuntimeError):  # a rank that waits notices that the store is gone
                 self._store.add("beat", 1)
 
     def _await(self, key: str) -> None:

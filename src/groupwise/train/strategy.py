@@ -50,17 +50,17 @@ def verb(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class SingleProcess:
-    """One process has all weights and computes everything. Also what other strategies do unless they say otherwise."""
+    """Trains in one process, which has all weights. Other strategies inherit its methods unless they override them."""
 
     sharded = False  # whether what is trained is cut into parts
     runs_side_by_side = True  # whether micro-batches of a small model may run in several threads
 
     def device(self, base: LoadedModel) -> torch.device:
-        """Return where the learner computes."""
+        """Return the device on which the learner computes."""
         return base.device
 
     def tree(self, base: LoadedModel, *, all_parameters: bool) -> tuple[LoadedModel, PreTrainedModel]:
-        """Return the model that is trained, and `base` with what was found out about it on the way."""
+        """Return `base`, with whatever this strategy found out about it, and the model that is trained."""
         return base, share_weights(base.model)
 
     def tried(self, model: PreTrainedModel, why_not: Callable[[], str | None]) -> str | None:

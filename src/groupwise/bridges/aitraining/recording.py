@@ -63,7 +63,7 @@ class LimitReached(EnvError):
 
 
 class PolicyClosedError(EnvError):
-    """The episode is over; whoever still asks has been given up."""
+    """The episode is over: a caller that still samples was given up before."""
 
 
 def _over() -> PolicyClosedError:
@@ -89,13 +89,15 @@ class Origin:
 
 
 class RecordingPolicy:
-    """One episode's policy. `turns` are what it was asked and answered, the first one given.
+    """Plays one episode's policy for code that calls `generate`, and records every prompt and its completion in
+    `turns`. The first turn is given, not sampled.
 
     Args:
         asked: the episode's prompt, with its ids.
-        first: the completion of it.
+        first: the completion of this prompt.
         params: how the mode samples (greedy in a greedy evaluation).
-        seed: the group's; `number` is the episode's in it.
+        seed: the group's seed.
+        number: the episode's number in the group.
     """
 
     def __init__(
@@ -357,7 +359,8 @@ class RecordingPolicy:
         return best
 
     def _encode(self, messages: list[Message], tools: tuple[dict[str, Any], ...]) -> tuple[int, ...]:
-        """Return the prompt's ids: those of the longest conversation that it goes on from and a bridge, or all anew."""
+        """Return the prompt's ids: the ids of the longest conversation that the prompt continues, and a bridge. Without
+        such a conversation, encode the whole prompt."""
         tokenizer = self._origin.tokenizer
         with self._lock:
             said = sorted(self._said, key=lambda each: -len(each[0]))

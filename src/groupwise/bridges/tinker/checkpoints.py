@@ -48,8 +48,9 @@ class CheckpointNotFoundError(GroupwiseError, LookupError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint. `created` and `expires` are seconds since 1970; `lora` is its adapter's rank and targets;
-    `state` is the directory of one to go on from or to take away, `version` the adapter version of one for sampling."""
+    """Describes a saved checkpoint. `created` and `expires` are seconds since 1970; `lora` is its adapter's rank and
+    targets. A checkpoint for training or download has a directory, `state`; one for sampling has an adapter version,
+    `version`."""
 
     run: str
     kind: str

@@ -47,8 +47,8 @@ UNOFFERED = {  # losses that tinker 0.38 names and that are not here, and why
     "custom": "code of a client's does not run in this server: forward_backward_custom runs it in the client",
 }
 COUNTED = ("mismatch/dropped_tokens",)
-MOST_TOKENS = 1 << 22  # of one sequence, before anybody looks at the model's context
-ENTRY = 512  # bytes of one remembered completion besides its arrays
+MOST_TOKENS = 1 << 22  # of one sequence, before the model's context is checked
+ENTRY = 512  # bytes of a remembered completion, in addition to its arrays
 
 _TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
@@ -267,7 +267,8 @@ def narrowed_runs(message: Any, loss: str, *, where: str) -> list[NarrowedRun]:
 
 @dataclass(frozen=True, eq=False)
 class _Sampled:
-    """One completion: its tokens, the log-probabilities that the client was told, and what each token could be."""
+    """A completion as the server sampled it: its tokens, the log-probabilities that the client got, and the part of the
+    vocabulary from which each token was sampled (`kept`)."""
 
     prompt: bytes  # its digest
     prompt_len: int

@@ -461,7 +461,8 @@ async def set_ttl(http: Request, run: str, kind: str, name: str) -> Any:
 
 @router.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish")
 async def publish(http: Request, run: str, kind: str, name: str) -> Response:
-    """Set a mark in the listings: whoever has the server's key can read every checkpoint."""
+    """Mark a checkpoint as published in the listings. The mark changes no access: a client with the server's key can
+    read every checkpoint."""
     await asyncio.to_thread(tinker_of(http).checkpoints.publish, f"tinker://{run}/{kind}/{name}", True)
     return Response(status_code=204)
 

@@ -325,11 +325,11 @@ class Samplers:
         surplus = max(len(there) - self._parts.config.tinker_snapshots, 0)
         idle = sorted((each for each in there if not each.running), key=lambda each: each.used)
         for sampler in idle[:surplus]:
-            sampler.removed = True  # nobody begins to sample from it
+            sampler.removed = True  # no new sampling begins from it
             sampler.removed = await self._discard(sampler)
 
     async def _discard(self, gone: SamplingSession) -> bool:
-        """Remove a snapshot that nobody samples from any more -> whether it is gone."""
+        """Remove a snapshot that no session samples from any more. Return whether it is gone."""
         others = (each for each in self._by_id.values() if each is not gone and not each.removed)
         used = any(each.version == gone.version and each.policies is gone.policies for each in others)
         if gone.policies is self._snapshots and not used:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SessionGoneError(GroupwiseError, LookupError):
-    """No such session or model: it ended, or the server was started anew since."""
+    """There is no such session or model: it ended, or the server has restarted since."""
 
     code, status, exit_code = "session_gone", 404, 2
 

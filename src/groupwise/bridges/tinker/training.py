@@ -67,7 +67,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class TrainedModel:
-    """One adapter being trained. `client` is None until it has been made."""
+    """An adapter that a client trains, with its session and its request order. `client` is None until the adapter has
+    been made."""
 
     id: str
     session: str
@@ -81,7 +82,7 @@ class TrainedModel:
 
     @property
     def trainer(self) -> TrainingClient:
-        """Raise SessionGoneError if it could not be made."""
+        """Return the adapter's training client. Raises SessionGoneError if the adapter could not be made."""
         if self.client is None:
             raise SessionGoneError(f"the model {self.id} was not made", hint=GO_ON)
         return self.client
@@ -423,7 +424,7 @@ def _metrics(
 
 def _load_state(trainer: TrainingClient, directory: Path, *, optimizer: bool) -> None:
     trainer.load_now(directory)
-    if not optimizer:  # its moments start anew
+    if not optimizer:  # its moments restart from zero
         trainer.learner.optimizer.state.clear()
 
 

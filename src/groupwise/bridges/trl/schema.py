@@ -1,7 +1,7 @@
 """The bodies of the routes in `trainer_routes`. Names and defaults are those of TRL's and Axolotl's clients.
 
-They hand vLLM's sampling parameters on, also as `generation_kwargs`, which win over what stands beside them. What
-this server does not have is refused by name, unless its value changes nothing.
+They pass on vLLM's sampling parameters, also in `generation_kwargs`, which override the parameters next to them. A
+parameter that this server does not have is refused by name, unless its value changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _VllmSampling(Sampling):
 
 
 class Further(_VllmSampling, OwnPart):
-    """Sampling parameters in `generation_kwargs`, which override those beside it."""
+    """Holds the sampling parameters in `generation_kwargs`, which override the parameters next to it."""
 
 
 class Drawn(_VllmSampling, OwnRequest):

@@ -81,7 +81,7 @@ def parse_script(text: str, *, source: str) -> tuple[dict[str, Any], Node]:
 
 
 class _Script:
-    """One script: the calls in it, and what its names are bound to."""
+    """Reads a training script without running it: the calls in it, and the values that its names are bound to."""
 
     def __init__(self, tree: ast.Module, source: str):
         self.tree, self.source = tree, source

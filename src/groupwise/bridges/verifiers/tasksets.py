@@ -3,7 +3,7 @@
     env:
       agent: groupwise.bridges.verifiers.tasksets:TasksetAgent
       args:
-        taskset: reverse-text-v1                an installed package, or a module beside the configuration
+        taskset: reverse-text-v1                an installed package, or a module next to the configuration
         config: {taskset: {split: train}}       what verifiers calls [env]: taskset, agent.harness, agent.runtime, ...
         eval_config: {taskset: {split: test}}   laid over it for evaluation
 
@@ -98,8 +98,8 @@ class TasksetAgent:
 
     # ---- inside ----
     def _show_folder(self) -> None:
-        """Let the tool servers of a taskset find it beside the configuration: they are other processes, and their
-        environment is this one's."""
+        """Add the configuration's folder to PYTHONPATH, so that a taskset's tool servers, which inherit this process's
+        environment, can import the taskset."""
         if self._folder is None or not any((Path(self._folder) / each).exists() for each in _files_of(self._taskset)):
             return
         before = os.environ.get("PYTHONPATH", "")

@@ -24,8 +24,8 @@ _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".yam
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The model that was trained over. `hub` is the repository that anybody can load it from, where there is one, and
-    `license` its licence by the hub's names, where it is known."""
+    """Describes the base model of the training. `hub` is the public repository of the model, None if there is none, and
+    `license` the model's licence by the hub's names, None if unknown."""
 
     name: str
     hub: str | None
@@ -34,12 +34,12 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One version of a run.
+    """Holds what a model card says of a run's version.
 
-    before, after   its evaluations on the held-out prompts by mode, `tests` their differences prompt by prompt; `again`
-                    says that `after` is by other seeds than those by which the version was chosen
-    losses          those of held-out rows; `suites`: what benchmarks of others said; `rewards`: the mean rewards of the
-                    first and of the last step in training
+    before, after   the evaluations on the held-out prompts by mode; `tests`: their differences prompt by
+                    prompt; `again`: `after` was sampled with other seeds than those by which the version was chosen
+    losses          the losses of held-out rows; `suites`: the results of public benchmarks; `rewards`: the mean rewards
+                    of the first and of the last step in training
     lora            the adapter's configuration by PEFT's names, None where all parameters were trained
     loaded_by       the class of transformers that loads the model
     config          None where this version of the package cannot read it; `values`: its values as the file has them

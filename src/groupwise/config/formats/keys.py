@@ -35,7 +35,8 @@ Fate = Literal["plain", "made", "idle", "absent", "older"]
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key. `what` is a clause for the documentation and for messages: how it is made, or why it does nothing."""
+    """Says what becomes of a key of another trainer's configuration. `what` is a clause for the documentation and for
+    messages: how the key is translated, or why it has no effect."""
 
     name: str
     fate: Fate

@@ -233,8 +233,8 @@ class Translation:
             self.refuse(key.name, key.what, instead=None if "[]" in key.name else key.instead)
 
     def _suggest(self, known: str) -> str:
-        """Return the key that was probably meant: the same name elsewhere, a similar one beside it, a similar one
-        anywhere."""
+        """Return the key that was probably meant: the same name in another section, else a similar name in the same
+        section, else a similar name anywhere."""
         section, _, last = known.rpartition(".")
         names = list(self.keys) + [name.partition(".")[0].removesuffix("[]") for name in self.keys if "." in name]
         elsewhere = {name.rpartition(".")[2]: name for name in reversed(names)}

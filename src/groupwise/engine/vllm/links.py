@@ -221,10 +221,10 @@ def in_thread(do: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
 
     def run() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # no caller waits any more
             try:
                 future.set_result(do())
-            except Exception as error:  # whoever waits must hear of it
+            except Exception as error:  # the caller that waits must get the error
                 future.set_exception(error)
 
     threading.Thread(target=run, name="groupwise-weights", daemon=True).start()

@@ -102,8 +102,8 @@ def starts_here(vllm: VllmConfig, shape: Shape, seats: Seats | None) -> list[Sta
 
 
 def _spare(model: PreTrainedModel) -> None:
-    """Keep the trainer's model and its copies as they are beside a colocated vLLM, which changes the classes of models
-    that it runs by transformers' own code: every instance is then compiled that does not say that it is not to be."""
+    """Mark the trainer's model and its copies as not to be compiled. A colocated vLLM changes the classes of models
+    that it runs by transformers' own code: every instance without this mark is then compiled."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             kind: Any = type(module)

@@ -162,7 +162,7 @@ class Leases:
             return self._gone(lease)
 
     def retire(self, version: PolicyVersion) -> LoadedAdapter | None:
-        """No request may name it any more. The lease if nobody holds it."""
+        """Retire a version: no new request may name it. Return its lease if no request holds it, else None."""
         with self._lock:
             lease = self._of.pop(version, None)
             if lease is None:

@@ -236,7 +236,7 @@ class Transfers:
 
 
 class _Sending:
-    """One version on its way: `open`, `take` every tensor, `flush`, `settle`, `close`."""
+    """Sends one version's weights to the servers: `open`, `take` every tensor, `flush`, `settle`, `close`."""
 
     def __init__(self, transfers: Transfers, servers: Sequence[VllmServer], label: str):
         self._transfers, self._label = transfers, label
@@ -254,7 +254,8 @@ class _Sending:
         await server.start_update(timeout=self._transfers.timeout_s)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Send it, with those before and after. Never fails: whoever gives it goes on with other ranks."""
+        """Collect a tensor, and send the collected ones when they fill a chunk. Never raises: the caller continues
+        with other ranks."""
         if not self.servers:
             return
         tensor = as_kept(name, tensor, self._dtype)

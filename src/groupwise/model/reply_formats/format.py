@@ -48,13 +48,13 @@ THINK = ThoughtMarks("<think>", "</think>")
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """One call: a tool's name, and its arguments as a JSON object."""
+    """Holds a tool call that was read from a reply: the tool's name, and its arguments as a JSON object."""
 
     name: str
     arguments: dict[str, Any]
 
     def as_openai(self, call_id: str) -> dict[str, Any]:
-        """Return it as messages carry it, `arguments` as the object that chat templates want."""
+        """Return the call in the form of messages, with `arguments` as an object, which chat templates take."""
         return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 

@@ -3,8 +3,8 @@
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>
     <|tool_calls_section_end|>
 
-without line ends. The template shows the ids of earlier calls and nothing else of their names, whoever made them. So
-they are numbered here as the model does it: from 0 on, through the whole conversation.
+without line ends. The template shows only the ids of earlier calls, not their tools' names. So calls get the ids that
+the model would write: numbered from 0 on, through the whole conversation.
 """
 
 from __future__ import annotations

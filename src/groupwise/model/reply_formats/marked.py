@@ -52,9 +52,9 @@ class MarkedFormat(ReplyFormat):
         """Return what is found where calls begin, and where all of it ends. Never raises."""
 
     def pieces(self, text: str, *, tools: Tools = ()) -> Iterator[str | ParsedCall | MalformedCall]:
-        """Yield a reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Where
-        there is no `ParsedCall`, the pieces' texts are the reply; markers and separators are left out only beside a
-        call that they belong to."""
+        """Yield a reply without thoughts, piece by piece: text, calls, and calls that cannot be used. Without a
+        `ParsedCall` the pieces' texts are the whole reply; markers and separators are left out only with the call that
+        they belong to."""
         position = 0
         while (begin := self.begins(text, position)) is not None:
             yield text[position : begin.start()]

@@ -1,9 +1,9 @@
 """Trial episodes of an environment: by scripted replies, repeated with the same replies, concurrently, and by a model.
 
-    each script on a few cases         what can be had without doing the task, and what fails
+    each script on a few cases         shows the rewards that need no skill, and the failures
     the first case again               the same case, seed and replies must give the same episode
-    the first case, all at once        ... whoever else is playing
-    the model, a case an episode       what training will begin with; its episodes are played again as well
+    the first case, all at once        ... also with other episodes at the same time
+    the model, a case an episode       shows where training begins; its episodes are played again as well
 
 Agents and harnesses, which play whole episodes and may take long, play each script once: they promise no determinism.
 

@@ -60,7 +60,7 @@ ERRORS = {
 
 # ---- requests ----
 class TextBlock(BodyPart):
-    """Text. `cache_control` and `citations` beside it change nothing."""
+    """Holds text. The fields `cache_control` and `citations` are ignored."""
 
     type: Literal["text"]
     text: str
@@ -196,7 +196,7 @@ SPEAKS = {
 
 
 class InputMessage(BodyPart):
-    """One message."""
+    """Describes a message of the conversation in Anthropic's form."""
 
     role: Literal["user", "assistant", "system"]
     content: Content

@@ -308,18 +308,18 @@ def bytes_of(events: Sequence[StreamEvent]) -> bytes:
 
 
 class Writer(Protocol):
-    """One reply in a dialect: the events of its stream, and what they add up to."""
+    """Writes a reply in a dialect: the events of its stream, and the whole answer that they make."""
 
     def open(self, prompt_tokens: int) -> list[StreamEvent]:
-        """Before the first token."""
+        """Return the events before the first token."""
         ...
 
     def push(self, parts: Sequence[ReplyPart]) -> list[StreamEvent]:
-        """More of the reply."""
+        """Return the events for the next parts of the reply."""
         ...
 
     def close(self, ending: Ending) -> list[StreamEvent]:
-        """End a whole reply; `answer` is set from here on."""
+        """Return the events that end a whole reply; `answer` is set from here on."""
         ...
 
     def fail(self, error: GroupwiseError) -> list[StreamEvent]:

@@ -52,7 +52,7 @@ STATUSES = {429: "rate_limit_exceeded"}  # HTTP statuses -> `code` of a response
 
 # ---- items ----
 class TextContent(BodyPart):
-    """Text of a message; `annotations` and `logprobs` beside it change nothing."""
+    """Holds text of a message. The fields `annotations` and `logprobs` are ignored."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
@@ -88,7 +88,7 @@ def _by_bytes(value: Any) -> Any:
 
 
 class ImageContent(BodyPart):
-    """An image, for models that see. `detail` beside it changes nothing."""
+    """Holds an image, for models with vision. The field `detail` is ignored."""
 
     type: Literal["input_image"]
     image_url: DataUrl

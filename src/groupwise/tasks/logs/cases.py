@@ -25,8 +25,8 @@ GOOD = 0.5  # a mean score above it is a good answer
 
 @dataclass
 class Answered:
-    """One answer to a prompt, however often it was given. `scores` are from 0 to 1; `model` gave it first; `users` are
-    those to whom it was given and who said something of it."""
+    """Holds a distinct answer to a prompt, with the number of times that a log has it. `scores` are from 0 to 1;
+    `model` is the first model that gave the answer; `users` are the users who got the answer and rated it."""
 
     message: Message
     model: str | None = None

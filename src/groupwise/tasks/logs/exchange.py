@@ -58,11 +58,12 @@ class Belongs:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One answer of a model, after the conversation that it saw.
+    """Holds a model's answer in a log, with the conversation before it.
 
-    `ids` are what others may call it: of the answer, the request, the span, the trace. `time` is seconds since 1970,
-    None where the log does not say. `cut` says that the answer ended where it had no more room. `after` is the id of an
-    answer that `messages` go on from, without repeating what was said before it. `columns` are of use to rewards.
+    `ids` are the ids by which other records may refer to it: the answer's, the request's, the span's, the trace's.
+    `time` is seconds since 1970, None if the log does not say. `cut` says that the answer was cut at its token limit.
+    `after` is the id of an earlier answer that `messages` continue without repeating the messages before it. `columns`
+    are columns for rewards.
     """
 
     place: str

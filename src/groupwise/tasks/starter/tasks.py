@@ -63,7 +63,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem in one wording. `working` is what a `think` answer writes before the answer."""
+    """Holds a problem in one wording. `working` is the text that a `think` answer has before the answer."""
 
     skill: str
     operands: tuple[int | str, ...]
