@@ -121,7 +121,7 @@ def memory_bytes() -> int:
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for group in _own_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # "max" is no number: no limit
+            with suppress(OSError, ValueError):  # "max" is not a number: no limit
                 found.append(int((group / name).read_text(encoding="ascii")))
     return min((each for each in found if each > 0), default=0)
 

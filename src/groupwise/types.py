@@ -40,7 +40,7 @@ NARROWING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # sampling options, and wh
 
 LEAVES_OUT = (*NARROWING, "min_tokens", "grammar")  # sampling options that leave tokens out and change nothing else
 
-MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is no float64
+MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is not a float64
 
 
 class Message(TypedDict):

@@ -115,7 +115,8 @@ def _weighted(sample: Sample, rollout: Rollout, algorithm: Algorithm) -> Sample:
 
 
 def _called(hook: Callable[[], Sequence[float] | None], name: str) -> list[float] | None:
-    """Return the hook's numbers, or None as it does. Raises TrainingError for what it raises and what is no number."""
+    """Return the hook's numbers, or None as it does. Raises TrainingError if the hook raises or returns a value that is
+    not a number."""
     try:
         values = hook()
         return None if values is None else [float(value) for value in values]

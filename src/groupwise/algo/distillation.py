@@ -35,8 +35,8 @@ minimised is
     lambda / T  sum_t -log pi(y_t | y_<t)        y ~ q, T tokens of all of a step's completions of the teacher
 
 whose expectation is the forward KL(q || pi) of whole sequences, at the places that the teacher came to, but for the
-teacher's entropy, which is no matter of pi: sequence-level distillation (Kim and Rush 2016, arXiv 1606.07947). With a
-least reward it is rejection sampling (RFT, arXiv 2308.01825).
+teacher's entropy, which does not depend on pi: sequence-level distillation (Kim and Rush 2016, arXiv 1606.07947). With
+a least reward it is rejection sampling (RFT, arXiv 2308.01825).
 
 Shapes: N loss tokens of the micro-batch, K soft targets each.
 """
@@ -159,7 +159,7 @@ def soft_divergence(policy_NR: Tensor, target_NK: Tensor, kind: str) -> Tensor:
 
     Args:
         policy_NR: log pi of the K tokens and of all others, [N, K + 1], with its graph. Where the others have none
-            (-inf: K is the vocabulary) they are no outcome.
+            (-inf: K is the vocabulary) they are not an outcome.
         target_NK: log q of the K tokens; -inf where there are fewer than K. A row of nothing else has divergence 0. The
             teacher's rest is the difference of their sum from 1, at least the smallest that the type can tell.
     """

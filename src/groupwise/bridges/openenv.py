@@ -156,7 +156,7 @@ class OpenEnvironment(ToolEnv):
                     raise ToolError("the episode is over")
                 try:
                     result = await _finished(self._client.step(self._call_of(name, arguments)))
-                except Exception as error:  # a lost connection is no answer of the tool's
+                except Exception as error:  # a lost connection is not an answer of the tool
                     self._broken = error
                     raise
                 self._results.append(result)

@@ -75,7 +75,7 @@ def announced(groups: Sequence[Heat]) -> list[str]:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """Return how the command ends; what failed, and is no message to a user, is shown on stderr."""
+    """Return the command's exit code; show failures that are not messages to the user on stderr."""
     for outcome in outcomes:
         if outcome.error is not None and not isinstance(outcome.error, GroupwiseError):
             traceback.print_exception(outcome.error)

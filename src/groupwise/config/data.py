@@ -107,7 +107,7 @@ class RowsConfig(Section):
 
     @property
     def slice(self) -> tuple[str | None, str | None] | None:
-        """Return what `split` cuts out, [from, to] as they are written; None where it is no slice of one split."""
+        """Return the slice in `split`, [from, to] as they are written; None if it is not a slice of one split."""
         found = None if self.split is None else SLICE.fullmatch(self.split)
         return None if found is None else (found["first"], found["last"])
 

@@ -96,7 +96,7 @@ def is_address(value: Any) -> TypeGuard[str]:
 
 
 def allowed(url: str, hosts: Sequence[AllowedHost]) -> ImageAddress:
-    """Return the parts of a URL that one of these admits. Raises ValueError: it is no such URL, or none admits it."""
+    """Return the parts of a URL that an entry admits. Raises ValueError if it is not a URL, or no entry admits it."""
     found = _URL.fullmatch(url) if len(url) <= LONGEST_URL else None
     name = None if found is None else _name(found["host"])
     if found is None or name is None:

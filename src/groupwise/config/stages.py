@@ -55,7 +55,7 @@ def stage_names(config: RunConfig) -> list[str]:
 
 
 def check_stages(config: RunConfig) -> None:
-    """Refuse stages that are no runs, or leave no adapter to go on from."""
+    """Refuse stages that are not runs, or that leave no adapter for the next one."""
     if not config.stages:
         return
     if config.train.lora is None:

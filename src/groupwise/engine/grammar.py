@@ -171,8 +171,8 @@ class GrammarCompiler:
             return compile_grammar(grammar, self.tokenizer)
 
     def _start(self) -> None:
-        """Have what all grammars need: it takes a second, and is no sender's fault. Raises GrammarError where this
-        model's text cannot be kept to one, and NotReadyError."""
+        """Load the parts that all grammars need; this takes a second, which counts for no sender. Raises GrammarError
+        if this model's text cannot be kept to one, and NotReadyError."""
         with self._building:
             assert self.tokenizer
             vetting = self._vetting

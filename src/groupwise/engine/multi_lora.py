@@ -117,7 +117,7 @@ def _transposed(
 
 def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
     """Return the adapter whose update is the weighted sum of others': their ranks side by side. Raises AdapterError for
-    DoRA, whose update is no product of two matrices."""
+    DoRA, whose update is not a product of two matrices."""
     if any(weights.magnitudes for weights, _ in parts):
         raise AdapterError("an adapter with DoRA cannot be added to others", hint="name one adapter")
     pairs = {}

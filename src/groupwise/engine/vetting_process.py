@@ -59,7 +59,7 @@ def _vet(conversation: int, most: int, tokenizer: LLTokenizer) -> None:
     platform.limit_process(cpu_s=None, more_bytes=2 * most + ARENA)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     threading.stack_size(STACK)
-    compile_grammar(COMMON, tokenizer)  # whose pages are no grammar's
+    compile_grammar(COMMON, tokenizer)  # its pages belong to no grammar
     began = platform.resident_bytes(os.getpid())
     stream = socket.socket(fileno=conversation)
     stream.sendall(GO)

@@ -184,7 +184,7 @@ class After(NamedTuple):
 
 def checkpoint_layers(model: PreTrainedModel, *, device: torch.device, offload: bool = False) -> None:
     """Have each layer's activations computed again in the backward pass; with `offload` its input is in the CPU's
-    memory until then. Raises ConfigError where `device`, which computes, is no GPU to take it from."""
+    memory until then. Raises ConfigError if `device`, which computes, is not a GPU from which memory can be taken."""
     if offload and device.type != "cuda":  # gpu-aware
         raise ConfigError(
             f"gradient_checkpointing offload moves activations off a GPU, and the model is trained on {device.type}",

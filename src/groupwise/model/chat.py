@@ -355,7 +355,7 @@ def configure_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, *, fold
 
     Raises:
         ConfigError: the template cannot be read, or reads no variable of a name that it is told. Switching thoughts off
-            for a model that has none changes nothing, and is no error.
+            for a model that has none changes nothing, and is not an error.
     """
     if chat.template is not None:
         tokenizer.chat_template = _template_of(chat.template, tokenizer, folder)

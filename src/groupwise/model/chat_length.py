@@ -53,7 +53,7 @@ def check_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBa
 
 
 def _characters(message: Message) -> int:
-    """Return the characters of a message's content. What is no text is refused where it is rendered."""
+    """Return the characters of a message's content. Content that is not text is refused when it is rendered."""
     content: Any = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
         return len(content)

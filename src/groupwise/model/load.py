@@ -97,7 +97,7 @@ class LoadedModel:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Return how its routers choose experts; None of a model that is no mixture."""
+        """Return how the model's routers choose experts; None for a model that is not a mixture."""
         return routing_shape(self.model)
 
     @property
@@ -275,7 +275,7 @@ def empty_model(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' class by which a model of this configuration is made: that of models of images and text
-    where it sees (Qwen3.5, for which there is a class of its text decoder alone, too), or is no causal language model
+    if it has vision (Qwen3.5, whose text decoder also has its own class), or is not a causal language model
     by itself."""
     sees = getattr(config, "vision_config", None) is not None and config.model_type not in READ_AS_TEXT
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -285,7 +285,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def not_quantised(config: PreTrainedConfig) -> list[str]:
     """Return the full names of the linear layers that quantisation leaves as they are: the LM head, routers, and what
-    takes no adapter because it is no part of the text decoder or is multiplied without being called."""
+    takes no adapter because it is not a part of the text decoder or is multiplied without being called."""
     model = empty_model(config)
     modules, refused = dict(model.named_modules()), AdaptableModules.of(model).refused
     return [

@@ -11,7 +11,7 @@ disagree. So nothing but weights is rounded here.
 
 transformers decides which layers are quantised (`BitsAndBytesConfig`); `keep_layers` names those that are not: the LM
 head, routers of a mixture, and what is not in the text decoder. Embeddings, norms and fused (3-D) parameters of experts
-are no linear layers and stay in `dtype`, as transformers leaves them.
+are not linear layers and stay in `dtype`, as transformers leaves them.
 """
 
 from __future__ import annotations

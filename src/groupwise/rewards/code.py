@@ -13,8 +13,8 @@ The program is the last ```python block of a completion, or else the last block 
     "assert solution(2) == 4"                     any Python tests, as in MBPP, or HumanEval's check(solution)
     {"input": text, "output": text}               with form: stdin, what the script prints when it reads that
 
-Values are compared by `same`: a bool is no number, an integer is met exactly (by an equal float too), and the tolerance
-is for each expected float. Tests written as code mean what Python means by them: there `True == 1` holds.
+Values are compared by `same`: a bool is not a number, an integer is met exactly (by an equal float too), and the
+tolerance is for each expected float. Tests written as code mean what Python means by them: there `True == 1` holds.
 
 What a policy cannot do is pass without being right. The program's box never holds an expected result: it is asked for
 values, over a channel of its own with a number on every question, and these come back as plain data (JSON) and are

@@ -91,7 +91,7 @@ def configured_server(base_url: str, api_key_env: str | None, *, concurrency: in
     try:
         parts = urlsplit(base_url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number
+    except ValueError:  # brackets without an end, a port that is not a number
         valid = False
     if not valid:
         raise ConfigError(f"base_url is {base_url!r}; it must be a URL", hint="as in https://api.openai.com/v1")

@@ -6,7 +6,7 @@ r"""Ready rewards on mathematical answers. Options are the keyword-only argument
 
     equation_match  the expression has the value of the `answer` column, and uses each of the numbers in `nums` once
 
-All score 1 for right and 0 for wrong, and None for a row without an answer. An expected answer that is no number, or
+All score 1 for right and 0 for wrong, and None for a row without an answer. An expected answer that is not a number, or
 that math-verify cannot read, is a mistake in the dataset: it raises, so that completions count as failed, not as wrong.
 """
 
@@ -178,7 +178,7 @@ def equation_match(
     of the row's whole numbers `nums` once and no other (without `nums`, any); else 0. None for a row without an answer.
 
     The expression may end with "= answer". `tag` and `after` (see `rewards.text.answer_part`) choose where to look.
-    Raises ValueError for an answer that is no number.
+    Raises ValueError for an answer that is not a number.
     """
     scores: list[float | None] = []
     for i, (completion, expected) in enumerate(zip(completions, answer, strict=True)):

@@ -5,7 +5,7 @@ r"""Numbers as people and models write them, read exactly: the last one of a tex
 
 Digits are ASCII digits. What is not clearly one number is not guessed at: a power (7^2), a date, a denominator of 0,
 an exponent of more than three digits, more than 100 characters. Units are few and everyday ones, in the tables below;
-any other word behind a number is no unit. Reading takes time linear in the text.
+any other word after a number is not a unit. Reading takes time linear in the text.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values that are no sections, with their keys; arguments of functions are one value."""
+    """Yield the values that are not sections, with their keys; arguments of functions are one value."""
     inside = isinstance(value, dict) and keys[-1:] != ("args",)
     if inside:
         for key, each in value.items():

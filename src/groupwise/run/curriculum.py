@@ -104,7 +104,7 @@ class Curriculum(WrappedStream):
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Continue where `cursor` was taken; from one of a run without a curriculum, nothing is known yet.
 
-        Raises DataError when the dataset has another number of rows, or for what is no cursor.
+        Raises DataError when the dataset has another number of rows, or for a value that is not a cursor.
         """
         state = cursor.get("curriculum") or {"means": {}, "range": None, "passed_over": 0}
         try:

@@ -88,7 +88,7 @@ def open_display(total_steps: int, *, stream: TextIO | None = None) -> Display:
 
 
 def live_console(stream: TextIO) -> Console | None:
-    """Return a console on a terminal that can move its cursor; None where the stream is no such."""
+    """Return a console on a terminal that can move its cursor; None if the stream is not one."""
     console = Console(file=stream, highlight=False)
     # not console.is_terminal: FORCE_COLOR makes that true for a file as well
     return console if stream.isatty() and not console.is_dumb_terminal else None

@@ -288,7 +288,7 @@ class BestVersion:
         return {"version": str(self.version), "value": self.value, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises DataError for what is no such state."""
+        """Continue from `state_dict`. Raises DataError for a value that is not such a state."""
         try:
             version = None if state["version"] is None else PolicyVersion.parse(state["version"])
             value = -math.inf if version is None else float(state["value"])

@@ -24,7 +24,7 @@ class RunRecord:
 
 
 def read_run(directory: Path, *, label: str | None = None) -> RunRecord:
-    """Read what `directory` holds. Raises ConfigError if it is no run, naming what is missing; DataError if its
+    """Read the run in `directory`. Raises ConfigError, with the missing file, if it is not a run; DataError if its
     metrics are damaged."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}", hint="name a run's directory, such as runs/NAME-TIME")

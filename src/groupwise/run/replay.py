@@ -114,7 +114,8 @@ class ReplayBuffer:
         return {"entries": entries, "random": [version, list(words), gauss]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; a smaller `size` keeps the best. Raises DataError for what is no such state."""
+        """Continue from `state_dict`; a smaller `size` keeps the best. Raises DataError for a value that is not such a
+        state."""
         try:
             loaded = [(entry["step"], group_from_json(entry["group"])) for entry in state["entries"]]
             version, words, gauss = state["random"]
@@ -248,7 +249,7 @@ class RerollQueue:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises DataError for what is no such state."""
+        """Continue from `state_dict`. Raises DataError for a value that is not such a state."""
         try:
             waiting = {str(id): best for id, best in state["waiting"]}
             tries = {str(id): int(count) for id, count in state["tries"].items()}

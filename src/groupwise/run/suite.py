@@ -355,7 +355,7 @@ def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Raise DataError for a file that is no object of JSON."""
+    """Read a JSON object from a file. Raises DataError if the file does not hold one."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -366,7 +366,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _number(value: object) -> float | None:
-    """None for what is no finite number: "N/A", NaN."""
+    """Return a finite number, or None for any other value: "N/A", NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

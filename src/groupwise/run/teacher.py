@@ -392,7 +392,7 @@ def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
     """Return the prompt with its last user message, or its text, put into `template` with the context; not encoded.
 
     Raises:
-        DataError: that message is no text.
+        DataError: that message is not text.
     """
 
     def filled(text: str) -> str:

@@ -47,7 +47,7 @@ def with_place(config: RunConfig, device: torch.device) -> tuple[RunConfig, Seat
 
 def visible_gpus(device: torch.device) -> list[str]:
     """Return the GPUs of this machine that the processes of a run on `device` see, by the names that CUDA has for them;
-    none where that is no GPU of CUDA's."""
+    none if it is not a CUDA GPU."""
     if device.type != "cuda":  # gpu-only below: which GPUs there are
         return []
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -217,7 +217,7 @@ def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, dd
     that is None, or beyond 1e100, counts as missing: it enters no statistic and its advantage is None.
 
     Raises:
-        DataError: a reward is no number.
+        DataError: a reward is not a number.
         ConfigError: eps or ddof is not valid.
     """
     for i, reward in enumerate(rewards):

@@ -254,7 +254,7 @@ def server_url(url: str | None) -> str:
     try:
         parts = urlsplit(whole)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # of a port that is not a number
         valid = False
     if not valid:
         raise ConfigError(f"{given!r} is not a server's URL", hint=f"write it as in {DEFAULT_URL}")

@@ -167,7 +167,7 @@ def checked_custom(returned: Any) -> tuple[Tensor, dict[str, float]]:
     """Return what a function of one's own returned, as its loss and its metrics.
 
     Raises:
-        ConfigError: it is no scalar tensor with a gradient and a mapping of numbers.
+        ConfigError: the result is not a scalar tensor with a gradient and a mapping of numbers.
         TrainingError: the loss is not finite.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:

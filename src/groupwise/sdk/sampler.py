@@ -148,7 +148,7 @@ class DeploymentSampler:
     ) -> list[SampledCompletion]:
         """`n` replies to a chat; `options` are those of `sample`. A `grammar` is that of the answer: thoughts are free.
         An image part holds a path, a data URL, bytes or a PIL image, as in a dataset's row (docs/images.md). Raises
-        ChatError as the template does, DataError for what is no image."""
+        ChatError as the template does, DataError for an image that cannot be read."""
         said, _ = with_images(tuple(messages), {}, folder=Path(), id="messages")
         prompt = encode_prompt(Prompt(id="messages", messages=said, tools=tuple(tools)), self.tokenizer)
         (grammar,) = answer_grammars(options.pop("grammar", None), [prompt.token_ids], self.tokenizer)
@@ -181,7 +181,7 @@ class DeploymentSampler:
 
         Raises:
             ConfigError: n below 1.
-            DataError: what is no token id; `echo` of a prompt with images.
+            DataError: a value that is not a token id; `echo` of a prompt with images.
             GrammarError: the grammar cannot be compiled.
             ValueError: a sampling option out of range.
         """

@@ -299,7 +299,7 @@ class Guard:
             return True
         try:
             return host is not None and urlsplit(origin).netloc == host
-        except ValueError:  # it is no URL, as "http://[bad"
+        except ValueError:  # not a URL, such as "http://[bad"
             return False
 
     def _keyless(self, scope: Scope, headers: Headers) -> AuthenticationError:

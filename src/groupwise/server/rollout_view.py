@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A turn of an episode, or a message between two, and who says it; "" of a completion that is no episode.
+    """Holds a turn of an episode, or a message between two, and its author; "" for a completion outside an episode.
 
     `images` are the SHA-256 of those in the message; `reward` is the turn's own; `fork`: it does not go on from the
     turn before, and begins a trained segment.

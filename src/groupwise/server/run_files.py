@@ -75,7 +75,7 @@ class MetricsFile:
         self._last: dict[str, float] = {}
 
     def since(self, after: str | None = None) -> RecordPage:
-        """Return what came behind `after`; all without one. Raises RequestError for what is no cursor."""
+        """Return the lines after the cursor `after`, or all without one. Raises RequestError for an invalid cursor."""
         if after is not None and not _CURSOR.fullmatch(after):
             raise RequestError(
                 f"after is {after[:64]!r}; it must be the `next` of an answer, or left out", field="after"
@@ -270,7 +270,7 @@ def is_run(directory: Path) -> bool:
 def open_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
     """Return the runs by id: the shortest ends of their paths that tell them apart, with `~` for the slashes.
 
-    Raises ConfigError for what is no run, and for one that is named twice.
+    Raises ConfigError for a directory that is not a run, and for one that is named twice.
     """
     for directory in directories:
         if not is_run(directory):

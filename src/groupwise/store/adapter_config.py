@@ -142,7 +142,7 @@ class Adapted(NamedTuple):
     name: str  # of a linear module or a router; of the experts' parameters, `<module>.gate_up_proj`
     scale: float  # what PEFT multiplies B A by: alpha / r, or alpha / sqrt(r) with `use_rslora`
     rank: int  # of one expert
-    experts: int  # 1 where it is no parameter of experts
+    experts: int  # 1 if it is not a parameter of experts
 
     def unpacked(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the pair as in the file, A [E r, in] and B [out, r E], as A [E, r, in] and B [E, out, r]. PEFT has the

@@ -206,7 +206,7 @@ def _text(field: bytes) -> str:
 
 
 def _octal(field: bytes) -> int | None:
-    """Return a number of a header; None if it is no octal number (base 256, for files over 8 GiB, is none)."""
+    """Return a number of a header; None if it is not octal (base 256, for files over 8 GiB, is not)."""
     digits = field.strip(b" \0")
     return int(digits or b"0", 8) if re.fullmatch(rb"[0-7]*", digits) else None
 

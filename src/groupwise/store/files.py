@@ -297,7 +297,7 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
 
 
 def whole_number(value: Any) -> int:
-    """Return a number from a JSON file, which may be damaged. Raises ValueError: 1e400 is infinite, and 1.5 is no
+    """Return a number from a JSON file, which may be damaged. Raises ValueError: 1e400 is infinite, and 1.5 is not a
     size."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{str(value)[:80]!r} is not a whole number")

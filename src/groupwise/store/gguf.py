@@ -182,8 +182,8 @@ def _write_tensors(writer: Any, base: LoadedModel, arch: Any, dtype: str) -> Non
 
 
 def _kind(shape: torch.Size, dtype: str) -> Any:
-    """Return what a tensor is written as: vectors in float32, rows that are no whole blocks in float16 instead of
-    q8_0."""
+    """Return the type in which a tensor is written: vectors in float32, rows that are not whole blocks in float16
+    instead of q8_0."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     kinds = gguf.GGMLQuantizationType

@@ -86,7 +86,7 @@ def _check(path: Path) -> None:
 
 
 def _check_new(path: Path, what: str) -> None:
-    """Check a new one: an empty state directory is no damage; payloads or a backup without their ledger are."""
+    """Check a new one: an empty state directory is not damaged; one with payloads or a backup but no ledger is."""
     if path.with_name(BACKUP).exists() or any(_spooled(path)):
         raise LedgerDamagedError(f"{path} {what}, though jobs were accepted here")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MASK = "[masked]"
-SHORTEST = 8  # characters of an environment variable's value: "true" under DEBUG_TOKEN is no secret
+SHORTEST = 8  # characters of an environment variable's value: "true" under DEBUG_TOKEN is not a secret
 SMALLEST_CARD = 10**12  # of JSON, a number with 13 digits
 
 _NAMES = re.compile(r"(?:^|_)(?:KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:$|_)", re.IGNORECASE)

@@ -9,7 +9,7 @@ it has, or raise, which is worth 0.
 A conversation that fills the context is a 400 `context_length_exceeded`, which agents know from elsewhere: they may
 shorten it and go on. An episode that ends there has the stop "context".
 
-All methods are for the endpoint's event loop. A request whose client went away is no turn.
+All methods are for the endpoint's event loop. A request whose client went away is not a turn.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def done_of(value: Any) -> bool:
 
 
 def numbers_of(info: Any) -> dict[str, float]:
-    """Return the numbers of `info` that are finite. Raises EnvError where it is no object."""
+    """Return the numbers of `info` that are finite. Raises EnvError if `info` is not a mapping."""
     if not isinstance(info, Mapping):
         raise EnvError(f"step returned info={shortened(info)}; it is an object of numbers by name")
     numbers = {str(name): value for name, value in info.items() if isinstance(value, int | float)}

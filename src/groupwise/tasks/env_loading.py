@@ -111,7 +111,7 @@ class EnvFactory(EnvKind):
 def load_factory(config: EnvSpec, *, folder: str | Path | None = None) -> EnvFactory:
     """Return the environment class that the configuration names, and its arguments.
 
-    Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
+    Raises LoadError if it cannot be imported, ConfigError if it is not an environment or takes other arguments.
     """
     assert config.environment is not None  # else there is an agent or a harness
     package, _, name = config.environment.partition(":")

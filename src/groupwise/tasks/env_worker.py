@@ -222,7 +222,7 @@ class _CallServer:
             answer = {"gone": True}
         except GroupwiseError as error:
             answer = {"error": error.message, "hint": error.hint, "field": error.field, "kind": error.kind}
-        except BaseException as error:  # of a case that cannot be unpickled here, or of a result that is no JSON
+        except BaseException as error:  # a case that cannot be unpickled here, or a result that is not JSON
             answer = {"error": f"{method}: {type(error).__name__}: {error}"}
         if said := self._prints.message(f"environment {self._host.name}", whole="env.workers=0"):
             self._channel.send(said)

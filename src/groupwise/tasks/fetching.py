@@ -61,7 +61,7 @@ def fetch_picture(
     """Return the image at an address, of `most` bytes at most. Blocks, for `seconds` and the resolver's own time.
 
     Raises:
-        DataError: `where` is at no address that is allowed, is not there, is too large or too slow, or is no image.
+        DataError: the address is not allowed, or the image is missing, too large, too slow, or cannot be read.
     """
     try:
         data = _fetched(url, hosts, most=most, until=time.monotonic() + seconds, resolve=resolve)

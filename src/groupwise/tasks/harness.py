@@ -424,7 +424,7 @@ class Harness:
         worth, failure = AgentResult(), None
         if failed and config.on_failure == "error":
             failure = EnvError(f"{NAME} failed: {ending}", kind="timeout" if late else None)
-            late = False  # a limit is no failure, and this one is to be
+            late = False  # reaching a limit is not a failure, and this must be one
         elif failed and config.on_failure == "zero":
             worth = AgentResult(reward=0.0)
         elif config.score is not None:

@@ -118,7 +118,7 @@ def _is_byte(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _bytes_of(token: str, text: str) -> bytes:
-    """Return the bytes of a vocabulary entry that is no whole text: byte-level letters, or <0xE2>."""
+    """Return the bytes of a vocabulary entry that is not whole text: byte-level letters, or <0xE2>."""
     if match := BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     letters = _byte_letters()

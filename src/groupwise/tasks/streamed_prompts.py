@@ -102,7 +102,7 @@ class StreamedPrompts(Tickets[tuple[int, int]]):
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Continue where `cursor` was taken, reading again what was read since the pass began.
 
-        Raises DataError for what is no cursor of these sources, or where they have other rows now.
+        Raises DataError for a value that is not a cursor of these sources, or if they have other rows now.
         """
         try:
             block, position = int(cursor["epoch"]), int(cursor["position"])

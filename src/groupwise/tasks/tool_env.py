@@ -59,7 +59,8 @@ class ToolEnv:
         return self._offer_when_there(value) if isawaitable(value) else self.offer(value)
 
     def offer(self, said: Observation | Sequence[Message] | str) -> Observation:
-        """`said` with the tools, and any that an Observation brings. Raises ConfigError for what is no tool."""
+        """`said` with the tools, and any that an Observation brings. Raises ConfigError for a value that is not a
+        tool."""
         self.toolbox = ToolBox(map(self._bound, self.tools))
         more: Sequence[Mapping[str, Any]] = ()
         if isinstance(said, Observation):

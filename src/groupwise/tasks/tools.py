@@ -13,7 +13,7 @@
 
 Type hints become the JSON schema and check the arguments (pydantic, which reads "5" as 5 where an int is wanted). A
 call is always answered: whatever goes wrong comes back to the model as a message beginning with "Error:", counted by
-its kind (`CallOutcome`). A result that is no text is sent as JSON, and an image of PIL's, or a list that has some, as
+its kind (`CallOutcome`). A result that is not text is sent as JSON, and an image of PIL's, or a list that has some, as
 the parts of a message, for models that see. Functions that are not async run in daemon threads,
 that a time limit abandons but cannot end: work that may never end, or that is not trusted, belongs in a process.
 """

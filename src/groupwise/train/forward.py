@@ -170,7 +170,7 @@ def fused_logprobs(
     logprob_NK, entropy_N = _FusedHead.apply(  # type: ignore[misc]
         hidden_NH, head.weight_VH, head.bias_V, head, target_NK, temperature, kept, rest
     )
-    # FSDP asks for tensors that are no views of others
+    # FSDP needs tensors that are not views of others
     return logprob_NK[:, 0].clone() if target_N.ndim == 1 else logprob_NK, entropy_N
 
 

@@ -133,8 +133,8 @@ class RecordingPolicy:
         """Generate as transformers' `generate` does: ids [rows, prompt] -> ids [rows, prompt + new], padded on the
         right.
 
-        Raises EnvError for what the engine cannot do and for ids that are no prompt, LimitReached, and what the engine
-        raises.
+        Raises EnvError for what the engine cannot do and for ids that are not a prompt, LimitReached, and what the
+        engine raises.
         """
         ids = options.pop("input_ids", None) if inputs is None else inputs
         if isinstance(ids, Mapping):  # the tokenizer's whole answer

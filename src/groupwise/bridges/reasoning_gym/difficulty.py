@@ -78,7 +78,8 @@ class AdaptiveDifficulty(WrappedStream):
         return self._source.cursor | {"difficulty": state}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Continue where `cursor` was taken. Raises DataError for what is no cursor of these tasks and levels."""
+        """Continue where `cursor` was taken. Raises DataError for a value that is not a cursor of these tasks and
+        levels."""
         try:
             state = cursor["difficulty"]
             level = {str(task): int(each) for task, each in state["level"].items()}

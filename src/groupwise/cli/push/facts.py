@@ -84,7 +84,7 @@ class Facts:
 
 def read_facts(policy: TrainedPolicy, *, base_model: str | None = None) -> Facts:
     """Return the facts about a run's policy. `base_model` is the base's repository on the hub, where the run has it
-    from a directory. Raises ConfigError where it is of no run, or `base_model` is no such name."""
+    from a directory. Raises ConfigError if the version is not a run's, or `base_model` is not such a name."""
     run_dir = policy.run_dir
     if run_dir is None:
         where = "it" if policy.adapter is None else policy.adapter.directory

@@ -97,7 +97,7 @@ def server_url(text: str) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number
+    except ValueError:  # brackets without an end, a port that is not a number
         valid = False
     if not valid:
         raise ConfigError(f"vllm.urls: {text!r} is no address; write it as in http://localhost:8000")

@@ -201,7 +201,7 @@ def parameters_of(index: int, function: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 def refused(field: str, what: str, hint: str) -> GrammarError:
-    """Return the error for what a schema says and a format that is no JSON cannot guarantee."""
+    """Return the error for a part of a schema that a format other than JSON cannot guarantee."""
     message = f"{field} has {what}, which cannot be guaranteed where a model does not write arguments as JSON"
     return GrammarError(message, hint=hint, field=field)
 

@@ -25,7 +25,7 @@ class Span:
     end: int
 
     def piece(self, text: str, start: int, end: int) -> str | ParsedCall | MalformedCall:
-        """Return it as what it is, with the text between `start` and `end` where it is no call."""
+        """Return a call or a malformed call; a malformed one has the text between `start` and `end`."""
         if isinstance(self.what, ParsedCall):
             return self.what
         return text[start:end] if self.what is None else MalformedCall(text[start:end], self.what)

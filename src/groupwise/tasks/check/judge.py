@@ -144,7 +144,7 @@ def _tools(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _no_schema(parameters: Any) -> str:
-    """Return why something is no JSON schema of an object; "" if it is one."""
+    """Return why a value is not a JSON schema of an object; "" if it is one."""
     import jsonschema_rs
 
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
