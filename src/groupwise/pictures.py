@@ -87,7 +87,7 @@ class Picture:
 
     @property
     def data(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         if self._held is not None:
             return self._held
         assert self.path is not None

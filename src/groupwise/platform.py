@@ -80,8 +80,8 @@ def require_supported() -> None:
 
 
 def cores() -> int:
-    """Processor cores that this process may use, at least 1: its affinity where the system has one (Linux), and no
-    more than the quota of its control group."""
+    """Return the number of processor cores that this process may use, at least 1: its affinity where the system has one
+    (Linux), and no more than the quota of its control group."""
     try:
         count = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # macOS
@@ -321,7 +321,7 @@ def session_below(parent: int) -> int | None:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL to every process of a session, whichever groups they are in."""
+    """Send SIGKILL to every process of a session, in all its process groups."""
     for path in PROC.glob("[0-9]*"):
         with suppress(OSError, ValueError):
             if os.getsid(int(path.name)) == session:
@@ -420,7 +420,7 @@ def spare() -> bool:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Context manager: the objects that are there when it begins are exempt from garbage collection (`spare`)."""
+    """Exempt the objects that exist at the start of the block from garbage collection (`spare`)."""
     mine = spare()
     try:
         yield

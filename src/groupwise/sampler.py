@@ -24,7 +24,7 @@ class Submits(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
+        """Return the most tokens that a prompt and its completion may have together."""
         ...
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
@@ -39,7 +39,7 @@ class Sampler(Submits, Protocol):
     """An engine: samples from versions of a policy that it has loaded (`engine.local`, `engine.vllm`)."""
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """`request.n` completions for each request, in order.
+        """Sample `request.n` completions for each request, in order.
 
         Requests given together are admitted together; several callers may wait at once.
 

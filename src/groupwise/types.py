@@ -139,7 +139,7 @@ class Grammar:
     def of_json(
         cls, schema: Mapping[str, Any] | None = None, *, lenient: bool = False, field: str = "grammar"
     ) -> Grammar:
-        """JSON that a JSON Schema allows; without one, any JSON object."""
+        """Return the grammar of JSON that a JSON Schema allows; without one, of any JSON object."""
         if schema is None:
             return cls(GrammarKind.JSON_OBJECT, field=field)
         return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema), lenient=lenient, field=field)
@@ -250,7 +250,8 @@ class SamplingParams:
 
     @property
     def reshaped(self) -> tuple[str, ...]:
-        """The parameters by which tokens are drawn from another distribution than the policy's at this temperature.
+        """Return the parameters with which tokens are sampled from another distribution than the policy's at this
+        temperature.
 
         What was sampled with any of these was not sampled with the probabilities `Completion.logprobs`, which are of
         the policy's. It is an on-policy sample of the policy restricted to what it could draw, where that is all that
@@ -280,7 +281,7 @@ class SamplingParams:
 
 
 def unrecorded(reshaped: Sequence[str], kept: SamplingMask | None) -> tuple[str, ...]:
-    """`SamplingParams.unrecorded`, of the names in `reshaped`."""
+    """Return `SamplingParams.unrecorded` for the names in `reshaped`."""
     return tuple(name for name in reshaped if kept is None or name not in LEAVES_OUT)
 
 
@@ -342,7 +343,7 @@ class Prompt:
 
     @property
     def opening(self) -> str:
-        """The assistant's words that the policy continues; empty where it begins a message of its own.
+        """Return the assistant's text that the policy continues; empty if the policy begins a new message.
 
         >>> Prompt(id="7", messages=({"role": "assistant", "content": "It is "},)).opening
         'It is '
@@ -418,7 +419,7 @@ class Completion:
 
     @property
     def spans(self) -> tuple[tuple[PolicyVersion, int], ...]:
-        """The versions that drew its tokens, oldest first, and how many each drew.
+        """Return the versions that sampled its tokens, oldest first, with the number of tokens of each.
 
         >>> sampled = {"token_ids": (5, 6, 7), "logprobs": (-0.1, -0.2, -0.3), "text": ""}
         >>> newer = ((1, PolicyVersion("math", 2)),)
@@ -487,7 +488,7 @@ class Rollout:
 
     @property
     def completion(self) -> Completion:
-        """The last turn's completion (of a single-turn rollout: the only one)."""
+        """Return the last turn's completion (the only one of a single-turn rollout)."""
         return self.turns[-1].completion
 
     @property

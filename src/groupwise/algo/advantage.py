@@ -91,7 +91,8 @@ def gdpo_advantages(
     *,
     weights: Mapping[str, float] | None = None,
 ) -> list[list[Reward]]:
-    """GDPO: rewards by function name, per rollout, per group -> advantages. Weights default to 1 for every function.
+    """Return GDPO's advantages from rewards by function name, per rollout, per group. Weights default to 1 for every
+    function.
 
     >>> gdpo = AdvantageConfig(aggregation="normalize_then_sum")
     >>> gdpo_advantages([[{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]], gdpo)
@@ -210,7 +211,7 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def _std(values: Sequence[float], *, ddof: int) -> float:
-    """Standard deviation with n - ddof in the denominator; 0 for fewer than two values."""
+    """Return the standard deviation with n - ddof in the denominator; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     mean = mean_of(values)

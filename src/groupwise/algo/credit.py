@@ -204,7 +204,7 @@ def _can_be_scored(rollout: Rollout) -> bool:
 
 
 def _with_turn_advantages(groups: Sequence[RolloutGroup], spec: AdvantageConfig) -> list[RolloutGroup]:
-    """`with_advantages` where turns have advantages of their own."""
+    """Return `with_advantages` for groups whose turns have their own advantages."""
     if spec.aggregation == "normalize_then_sum":
         hint = "set algo.aggregation: sum_then_normalize"
         raise ConfigError("aggregation normalize_then_sum does not go with advantages of turns or roles", hint=hint)

@@ -140,7 +140,8 @@ def _with_gaps(sample: Sample, teacher: Sequence[float], coefficient: float) -> 
 
 
 def score_gap(teacher: float, sampled: float) -> float:
-    """log q - log mu; 0 where the sampler's is not known (the token is dropped), bounded where the teacher's is not."""
+    """Return log q - log mu; 0 if the sampler's is not known (the token is dropped), bounded if the teacher's is
+    not."""
     gap = teacher - sampled
     return 0.0 if math.isnan(gap) else min(max(gap, -MAX_GAP), MAX_GAP)
 

@@ -156,7 +156,7 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def _advantage_size(sample: Sample) -> float:
-    """|A| of a sample, or its mean over the trained tokens where they have weights."""
+    """Return |A| of a sample, or its mean over the trained tokens if they have weights."""
     if sample.weights is None:
         return abs(sample.advantage)
     trained = [abs(sample.advantage * w) for w, m in zip(sample.weights, sample.mask, strict=True) if m]
@@ -228,7 +228,7 @@ def _by_function(
 
 
 def _noise(groups: Sequence[RolloutGroup], names: Sequence[str]) -> Metrics:
-    """`reward/<name>/noise` of each function that scored completions that are the same."""
+    """Return `reward/<name>/noise` of each function that scored equal completions."""
     unequal: dict[str, list[bool]] = {}
     for group in groups:
         for twins in _twins(group):
@@ -253,7 +253,7 @@ def _twins(group: RolloutGroup) -> list[list[Rollout]]:
 
 
 def _shares(by_name: Mapping[str, Sequence[Sequence[float]]], weights: Mapping[str, float]) -> Metrics:
-    """`reward/<name>/share` of each function whose values differ in any group."""
+    """Return `reward/<name>/share` of each function whose values differ in any group."""
     shares: dict[str, list[float]] = {}
     for columns in zip(*by_name.values(), strict=True):  # a group's values, function by function
         loud = {name: abs(weights[name]) * _spread(values) for name, values in zip(by_name, columns, strict=True)}
@@ -399,7 +399,7 @@ def _episodes(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _roles(groups: Sequence[RolloutGroup]) -> Metrics:
-    """`role/<role>/reward` and `role/<role>/std`, of episodes with several players."""
+    """Return `role/<role>/reward` and `role/<role>/std` of episodes with several players."""
     by_role: dict[str, list[list[float]]] = {}
     for group in groups:
         scored = [rollout.role_rewards for rollout in group.rollouts if _finite(rollout.reward) is not None]
@@ -414,7 +414,7 @@ def _roles(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _credit(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], advantage: AdvantageConfig) -> Metrics:
-    """`turn/*` and `gigpo/*`; nothing where turns have the advantage of their episode."""
+    """Return `turn/*` and `gigpo/*`; empty if turns have the advantage of their episode."""
     if not any(has_turn_advantages(group, advantage) for group in sampled):
         return {}
     metrics: Metrics = {}

@@ -82,12 +82,12 @@ class TextArenaGame:
         self._heard: dict[int, str] = {}  # what the other players have seen so far
 
     def cases(self) -> list[dict[str, Any]]:
-        """Games by their seed; the first one is begun, so that what it lacks is known before anything is loaded."""
+        """Return games by their seed; begin the first one, so that missing parts are known before a model is loaded."""
         self.reset({"seed": 0}, 0)
         return [{"seed": number} for number in range(self._episodes)]
 
     def eval_cases(self) -> list[dict[str, Any]]:
-        """Games with other seeds."""
+        """Return games with other seeds."""
         return [{"seed": HELD_OUT + number} for number in range(self._eval_episodes)]
 
     def reset(self, case: Mapping[str, Any], seed: int) -> str:
@@ -138,7 +138,7 @@ class TextArenaGame:
         return None
 
     def _text(self, player: int, seen: Any) -> str:
-        """Observations (from whom, text, kind) as one text, without the player's own moves."""
+        """Return observations (sender, text, kind) as one text, without the player's own moves."""
         names = self._game.state.role_mapping
         lines = []
         for sender, text, *_ in seen or ():

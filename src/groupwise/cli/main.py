@@ -467,7 +467,7 @@ def _given(config: str | None) -> str:
 def _evaluate(
     loaded: RunConfig, *, adapter: str | None, against: str | None, modes: tuple[str, ...], as_json: bool
 ) -> None:
-    """On the prompts of the configuration, by its rewards."""
+    """Evaluate on the configuration's prompts, by its rewards."""
     from groupwise.run.evaluate import checked_modes
     from groupwise.run.plan import make_plan
     from groupwise.store.locate import find_version

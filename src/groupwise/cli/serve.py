@@ -152,7 +152,7 @@ def serve(
 
 @contextmanager
 def _nor_a_run(model: str, policy: TrainedPolicy | None) -> Iterator[None]:
-    """Context manager in which the error about a model that is not there says that no run is called so either."""
+    """Add to the error about a missing model that there is no run of this name, either."""
     try:
         yield
     except ModelError as error:
@@ -190,7 +190,7 @@ def _read_settings(path: Path | None) -> Document:
 
 
 def _ask_as_trained(document: Document, policy: TrainedPolicy) -> None:
-    """Settings that are not given are those of the prompts and completions that it was trained on."""
+    """Set missing settings to those of the prompts and completions on which the model was trained."""
     from groupwise.config.yaml import inline
 
     for key, value in policy.manner.items():

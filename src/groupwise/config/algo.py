@@ -116,7 +116,7 @@ class CreditConfig(AdvantageConfig):
 
     @property
     def gamma(self) -> float:
-        """`turn_discount`, or its default."""
+        """Return `turn_discount`, or its default."""
         default = 0.95 if self.credit == "gigpo" else 1.0
         return default if self.turn_discount is None else self.turn_discount
 

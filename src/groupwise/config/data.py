@@ -87,7 +87,7 @@ class RowsConfig(Section):
 
     @property
     def origin(self) -> str:
-        """The `source`, of a configuration that names one."""
+        """Return the `source` of a configuration that names one."""
         assert self.source is not None
         return self.source
 
@@ -213,13 +213,13 @@ class DatasetConfig(RowsConfig):
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """The sources' shares of what is drawn, in their order; None where each row is drawn once an epoch."""
+        """Return the sources' shares of the drawn prompts, in order; None if each row is drawn once in an epoch."""
         given = tuple(each.weight for each in self.sources if each.weight is not None)
         return given or None
 
     @property
     def label(self) -> str:
-        """The source, or the names of all of them."""
+        """Return the source, or the names of all sources."""
         return ", ".join(each.label for each in self.parts) if self.sources else self.origin
 
     @property

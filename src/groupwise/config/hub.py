@@ -138,7 +138,7 @@ def _answers(endpoint: str) -> bool:
 
 
 def _enter(step: int) -> None:
-    """Into the offline mode of the libraries with the first reader, out of it with the last."""
+    """Turn the libraries' offline mode on with the first reader, and off with the last."""
     global _within
     from huggingface_hub import constants
 

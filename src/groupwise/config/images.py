@@ -49,7 +49,8 @@ class AllowedHost:
 
     @property
     def is_spelt_out(self) -> bool:
-        """True if the machine itself is named, as an address or localhost: then it need not be a public one."""
+        """Return whether the entry names a machine itself, as an address or localhost: then the address need not be
+        public."""
         return self.name == "localhost" or address_of(self.name) is not None
 
     def admits(self, scheme: str, name: str, port: int) -> bool:
@@ -81,7 +82,7 @@ class ImageAddress:
 
     @property
     def host(self) -> str:
-        """The host as HTTP's Host has it."""
+        """Return the host in the form of HTTP's Host."""
         name = f"[{self.name}]" if ":" in self.name else self.name
         return name if self.port == PORTS[self.scheme] else f"{name}:{self.port}"
 
@@ -157,5 +158,5 @@ class ImagesConfig(Section):
 
     @property
     def hosts(self) -> tuple[AllowedHost, ...]:
-        """`allowed_hosts`, each parsed."""
+        """Return the parsed `allowed_hosts`."""
         return tuple(map(AllowedHost.of, self.allowed_hosts))

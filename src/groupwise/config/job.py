@@ -154,7 +154,8 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
         return {name: value for name, value in found.items() if getattr(self, name) is None}
 
     def differences(self, saved: Mapping[str, Any]) -> list[tuple[str, object, object]]:
-        """(field, given, the adapter's own) where the request wants another adapter than the one it continues."""
+        """Return (field, given, the adapter's own) for each field in which the request differs from the continued
+        adapter."""
         own = {"lora_rank": saved["r"], "lora_alpha": saved["lora_alpha"]}
         given = {field: getattr(self, field) for field in own}
         return [(field, given[field], own[field]) for field in own if given[field] not in (None, own[field])]
@@ -215,7 +216,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
         return super().effective(saved) | kl
 
     def steps(self, *, completions: int) -> int:
-        """Optimizer steps of a job that trains on this many completions."""
+        """Return the optimizer steps of a job that trains on this many completions."""
         return self.iterations * min(self.minibatches, completions)
 
     @model_validator(mode="after")
@@ -248,7 +249,7 @@ class SftJobConfig(JobConfig):
     """Examples in one optimizer step."""
 
     def steps(self, *, examples: int) -> int:
-        """Optimizer steps of a job with this many examples."""
+        """Return the optimizer steps of a job with this many examples."""
         return self.epochs * math.ceil(examples / self.batch_size)
 
 

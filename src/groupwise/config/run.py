@@ -522,7 +522,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _scored_by_its_source(cls, values: Any) -> Any:
-        """Tasks of reasoning-gym bring their reward, where no other is named."""
+        """Set the reward of reasoning-gym's tasks if no other is named."""
         data = values.get("data") if isinstance(values, dict) else None
         source = data.get("source") if isinstance(data, dict) else getattr(data, "source", None)
         if source == REASONING_GYM and not values.get("rewards") and values.get("env") is None:
@@ -600,7 +600,7 @@ class RunConfig(Section):
 
     @property
     def group_size(self) -> int:
-        """Completions of a prompt: `rollout.group_size`; of a dataset one answer, or the two of a pair."""
+        """Return the completions of a prompt: `rollout.group_size`; for a dataset one answer, or the two of a pair."""
         return {"grpo": self.rollout.group_size, "sft": 1, "dpo": 2}[self.kind]
 
     @property
@@ -680,7 +680,7 @@ class RunConfig(Section):
             raise conflict("rollout", "in_flight_cache", f"{message}; set it to recompute")
 
     def _check_sources(self) -> None:
-        """Without an environment there must be prompts and rewards."""
+        """Refuse a run without an environment that has no prompts or no rewards."""
         keys = [] if self.data is None else [each.answer_key for each in (self.data, *self.data.sources)]
         if self.kind != "sft" and (key := next(filter(None, keys), None)):
             raise conflict("data", "answer_key", f"{key!r} acts with kind sft only; leave it out")

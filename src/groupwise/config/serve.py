@@ -273,7 +273,7 @@ class ServeConfig(Section):
 
     @property
     def served_name(self) -> str:
-        """The base model's name in the API."""
+        """Return the base model's name in the API."""
         return self.served_model_name or re.sub(r"[^\w.:-]", "-", Path(self.model).name.lower()) or "model"
 
     def public(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _yaml() -> YAML:
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """`data` (plain dicts, lists and scalars) as YAML 1.2 in the order of its keys."""
+    """Return `data` (plain dicts, lists and scalars) as YAML 1.2, in the order of its keys."""
     stream = io.StringIO()
     _yaml().dump(dict(data), stream)
     return stream.getvalue()
@@ -208,7 +208,7 @@ def _kind(value: Any) -> str:
 
 
 def parse_keys(dotted: str) -> Keys:
-    """ "a.b[0].c" as ("a", "b", 0, "c")."""
+    """Parse "a.b[0].c" to ("a", "b", 0, "c")."""
     return tuple(int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|([\w-]+)", dotted))
 
 

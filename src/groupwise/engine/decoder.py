@@ -166,7 +166,7 @@ class RowBudget:
             return taken
 
     def give(self, job: PendingRequest, rows: int) -> None:
-        """Rows of a request that are free again."""
+        """Take back the rows of a request that are free again."""
         with self._lock:
             self._count(job, -rows)
 

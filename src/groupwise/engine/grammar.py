@@ -283,7 +283,7 @@ _EXECUTOR: list[Any] = []
 
 
 def _executor() -> Any:
-    """llguidance's threads, which all engines share."""
+    """Return llguidance's threads, which all engines share."""
     if not _EXECUTOR:
         from llguidance import LLExecutor
 
@@ -338,7 +338,7 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:
 
 
 def _definitions(grammar: Grammar, tokenizer: LLTokenizer) -> list[dict[str, Any]]:
-    """llguidance's list of grammars, of which the first is the one."""
+    """Return llguidance's list of grammars; the first one is the entry."""
     answer = {"name": "answer", **_definition(grammar, tokenizer)}
     parts = [{"name": name, **_definition(part, tokenizer)} for name, part in grammar.parts]
     if grammar.thoughts == "none":

@@ -147,7 +147,7 @@ def bucket_of(rows: int) -> int:
 
 
 def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Nested (named) tuples with their tensors changed."""
+    """Return nested (named) tuples with `change` applied to their tensors."""
     if isinstance(tree, Tensor):
         return change(tree)
     if not isinstance(tree, tuple):

@@ -347,7 +347,7 @@ class LocalEngine(Scores):
     # -- and what this engine can besides ------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """`sample` for callers without an event loop."""
+        """Sample as `sample` does, for callers without an event loop."""
         return [future.result() for future in self.submit(requests)]
 
     def submit(

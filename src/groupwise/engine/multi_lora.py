@@ -340,7 +340,7 @@ class Matrix(Protocol):
     """Weights [in, out] in another form than a tensor."""
 
     def times(self, x: Tensor) -> Tensor:
-        """x W [S, out], in the type of x [S, in]."""
+        """Return x W [S, out], in the type of x [S, in]."""
         ...
 
 
@@ -385,7 +385,7 @@ def multiply(group: Group, x: Tensor) -> Tensor:
 
 
 def _delta(pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    """(x A) B, in the adapter's type."""
+    """Return (x A) B, in the adapter's type."""
     return (x.to(pair[0].dtype) @ pair[0]) @ pair[1]
 
 

@@ -44,7 +44,7 @@ class History:
 
     @property
     def said(self) -> int:
-        """Tokens of the completion."""
+        """Return the number of the completion's tokens."""
         return len(self.ids) - self._opening
 
     def add(self, ids: Iterable[int]) -> None:

@@ -403,7 +403,7 @@ class PackedDecoder(DecodedRows):
         owners: Sequence[AdapterWeights | None],
         run: Callable[[Tensor, Tensor, Layout], Tensor] | None = None,
     ) -> Tensor:
-        """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
+        """Return the last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self.shared.device
         token_S = token_S if isinstance(token_S, Tensor) else on_device(token_S, device, torch.long)
         position_S = on_device(position_S, device)

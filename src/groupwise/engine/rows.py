@@ -61,7 +61,7 @@ class PendingRequest:
 
     @property
     def prompt(self) -> PromptKey:
-        """The prompt's key in the KV cache: the weights, the token ids, and whom it is computed for."""
+        """Return the prompt's key in the KV cache: the weights, the token ids, and the owner of a private prompt."""
         return id(self.weights), tuple(self.request.prompt_ids), self.request.apart
 
     def follow(self, version: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool) -> None:
@@ -73,12 +73,12 @@ class PendingRequest:
 
     @cached_property
     def prompt_words(self) -> Tensor:
-        """The distinct token ids of the prompt, sorted (for the repetition penalty)."""
+        """Return the distinct token ids of the prompt, sorted (for the repetition penalty)."""
         return torch.tensor(sorted({*filterfalse(is_of_image, self.request.prompt_ids)}), dtype=torch.long)
 
     @cached_property
     def ngrams(self) -> Ngrams:
-        """The n-grams of the prompt."""
+        """Return the n-grams of the prompt."""
         return ngrams_of(self.request.prompt_ids)
 
     def settle(self, outcome: list[Completion] | Exception) -> None:
@@ -110,7 +110,7 @@ class Row:
 
     @cached_property
     def history(self) -> History:
-        """The n-gram index of this row, with as much of the completion as was added to it."""
+        """Return the n-gram index of this row, with the part of the completion that was added to it."""
         return History(self.job.request.prompt_ids, self.job.ngrams)
 
     def keep(self, entry: MaskEntry, logprob: float) -> None:
@@ -289,7 +289,7 @@ class Rows:
         )  # fmt: skip
 
     def _note(self) -> None:
-        """Work out what the next steps need to know of all rows together."""
+        """Compute the facts about all rows that the next steps need."""
         every = [row.job.request.params for row in self.owners]
         self.greedy = any(p.temperature == 0 for p in every)
         narrowed = {i for i, p in enumerate(every) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0}

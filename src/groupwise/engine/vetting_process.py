@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _vet(conversation: int, most: int, tokenizer: LLTokenizer) -> None:
-    """Never returns. What the library writes before it aborts is not for the log."""
+    """Vet a grammar in this process and end it; never return. The library's output before an abort is not logged."""
     platform.limit_process(cpu_s=None, more_bytes=2 * most + ARENA)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     threading.stack_size(STACK)

@@ -154,7 +154,8 @@ class WorkerGroup:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _undo(self, key: str, *, done: int = 0) -> None:
-        """So many calls that needed a broadcast are done: undo it, if it is to be and these were the last."""
+        """Count `done` calls that needed the broadcast `key`, and undo the broadcast if it is retracted and none is
+        left."""
         with self._lock:
             self._needed[key] -= done
             if self._needed[key] or key not in self._retracting:
@@ -256,7 +257,7 @@ class WorkerGroup:
             self._threads.submit(self._fill, slot)
 
     def _count(self, slot: Slot, why: str) -> None:
-        """Another worker of this slot is lost. Raises ClusterError if these are too many."""
+        """Count a lost worker of this slot. Raises ClusterError if too many were lost."""
         if self._end is not None:
             return
         slot.losses += 1

@@ -105,17 +105,17 @@ class ModelSize:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return self.parameters * self.value_bytes if self.stored is None else self.stored
 
     @property
     def query(self) -> int:
-        """Query features of a token."""
+        """Return the query features of a token."""
         return self.heads * self.head_dim
 
     @property
     def key_value(self) -> int:
-        """Key features of a token, and as many value features."""
+        """Return the key features of a token, which also has as many value features."""
         return self.kv_heads * self.head_dim
 
 

@@ -516,5 +516,6 @@ def _hidden(at_T: Tensor, window: int | None, last: Tensor | None = None) -> Ten
 
 
 def mask_of(hidden: Tensor) -> Tensor:
-    """-inf where hidden, else 0; to be added to scores. Filling them in is many times slower on a CPU."""
+    """Return -inf for hidden keys, else 0, to be added to scores. Filling scores in place is many times slower on a
+    CPU."""
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))

@@ -305,7 +305,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _gated(gate_up: Tensor) -> Tensor:
-    """[S, 2F] -> silu(gate) * up [S, F]."""
+    """Return silu(gate) * up [S, F] of [S, 2F]."""
     if _recorded(gate_up):
         return _Gated.apply(gate_up)  # type: ignore[return-value]
     gate, up = gate_up.chunk(2, -1)

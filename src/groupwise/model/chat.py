@@ -64,7 +64,7 @@ def encode_prompt(
     context: int | None = None,
     continues: bool | None = None,
 ) -> Prompt:
-    """`prompt` with its `token_ids`; a prompt that has them already is returned as it is.
+    """Return `prompt` with its `token_ids`; a prompt that has them is returned unchanged.
 
     Messages are rendered with the generation prompt; when the assistant spoke last, its message is left open and the
     completion continues it, unless `continues` is False. `template_kwargs` reach the template (as in
@@ -332,7 +332,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
-    """(thinking, the rest), both stripped; thinking is None when there is none.
+    """Return (thinking, the rest), both stripped; thinking is None without a thought.
 
     The <think> may have been in the prompt, and the </think> may be missing when the completion was cut short.
 

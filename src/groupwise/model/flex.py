@@ -174,7 +174,7 @@ class Forest:
 
 
 def _pairs(visible_RT: Tensor) -> Tensor:
-    """Visible pairs of each tile [R / BLOCK, n]."""
+    """Return the visible pairs of each tile [R / BLOCK, n]."""
     return visible_RT.view(len(visible_RT) // BLOCK, BLOCK, -1, BLOCK).sum((1, 3))
 
 

@@ -77,7 +77,7 @@ class LoadedModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
+        """Return the most tokens that a prompt and its completion may have together."""
         return context_length(self.model.config)
 
     @property
@@ -102,7 +102,7 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
+        """Return the ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
         return stop_ids(self.tokenizer)
 
 
@@ -242,7 +242,7 @@ def load_model(
 def _quantization_options(
     config: PreTrainedConfig, name: str, kind: str | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a model in 4 or 8 bits; none for any other. Raises ModelError."""
+    """Return the arguments of `from_pretrained` for a model in 4 or 8 bits; empty for any other. Raises ModelError."""
     saved: Any = getattr(config, "quantization_config", None)
     if saved is not None:
         saved = saved if isinstance(saved, dict) else saved.to_dict()
@@ -579,7 +579,7 @@ class Head:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _product(self, hidden_NH: Tensor) -> Tensor:
-        """W h + b, [N, V]."""
+        """Return W h + b, [N, V]."""
         if not self.in_float32 or hidden_NH.dtype == torch.float64:
             return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
         bias_V = None if self.bias_V is None else self.bias_V.float()
@@ -615,7 +615,7 @@ def plain_implementation(model: PreTrainedModel) -> str:
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which the model runs its own attention on ordinary padded rows."""
+    """Let the model run its own attention on ordinary padded rows inside the block."""
     before, eyes = str(model.config._attn_implementation), attention_of_eyes(model)
     set_attention(model, plain_implementation(model))
     try:

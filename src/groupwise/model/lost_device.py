@@ -63,7 +63,7 @@ def lost_device(error: BaseException, device: torch.device) -> DeviceLostError |
 
 @contextmanager
 def naming_a_lost_device(device: torch.device) -> Iterator[None]:
-    """Context manager: raises DeviceLostError in the place of any error after which `device` is lost."""
+    """Raise DeviceLostError in place of any error inside the block after which `device` is lost."""
     try:
         yield
     except Exception as error:

@@ -314,12 +314,12 @@ def _shards(config: RunConfig, load: Load) -> int:
 
 
 def _linear(model: ModelSize) -> int:
-    """Values of a decoder layer's matrices."""
+    """Return the number of values in a decoder layer's matrices."""
     return model.hidden * (2 * (model.query + model.key_value) + 3 * model.intermediate)
 
 
 def _merged(config: RunConfig, model: ModelSize) -> int:
-    """Merged weights of the policies that sample, as many as the engine keeps."""
+    """Return the bytes of merged weights, for as many policies as the engine keeps."""
     linear = model.layers * _linear(model)
     if not model.lean or model.value_bytes < 4 or model.product:
         return 0

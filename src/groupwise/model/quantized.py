@@ -182,7 +182,7 @@ def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
 
 
 def quantization_of(model: nn.Module) -> str | None:
-    """`nf4`, `int8` (or `fp4`, of a checkpoint), or None: no layer is quantised."""
+    """Return `nf4`, `int8` (or a checkpoint's `fp4`), or None if no layer is quantised."""
     return next((layer.kind for layer in quantized_layers(model)), None)
 
 

@@ -127,7 +127,7 @@ class Vision:
 
     @cached_property
     def processor(self) -> Any:
-        """Image processor of transformers, made when it is first used."""
+        """Return the image processor of transformers, made on first use."""
         return self._make_processor()
 
     # -- token ids ----------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Vision:
             return {} if self.shelf is None else dict(self._seen)
 
     def learn(self, noted: Mapping[int, Seen]) -> None:
-        """Know images that another process has looked at, with the same shelf."""
+        """Take over the images that another process has read, with the same shelf."""
         with self._lock:
             self._seen |= {key: seen for key, seen in noted.items() if key not in self._seen}
 

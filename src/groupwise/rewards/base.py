@@ -118,7 +118,7 @@ class RewardLog:
             self.logged.setdefault((name, metric), []).append(math.fsum(values) / len(values))
 
     def metrics(self) -> dict[str, float]:
-        """reward/<function>/failed, .../failed/<kind> for the kinds that occurred, and .../log/<name>."""
+        """Return reward/<function>/failed, .../failed/<kind> for the kinds that occurred, and .../log/<name>."""
         metrics: dict[str, float] = {}
         for name, counts in self.failures.items():
             metrics[f"reward/{name}/failed"] = float(sum(counts.values()))
@@ -237,7 +237,7 @@ async def score_group(
     log: RewardLog | None = None,
     state: TrainerState = AT_START,
 ) -> RolloutGroup:
-    """`score` for one group, for a caller who goes on with each as soon as it is done; raises nothing for failures."""
+    """Score one group as `score` does, for a caller that uses each group at once; failures do not raise."""
     healthy = [rollout for rollout in group.rollouts if rollout.error is None]
     if not healthy or not functions:
         return group

@@ -70,7 +70,7 @@ class RewardFunction:
         return inspect.signature(self.function)
 
     def missing(self, columns: Iterable[str]) -> list[str]:
-        """Parameters that have no default and that neither the options nor `columns` fill."""
+        """Return the parameters without a default that neither the options nor `columns` fill."""
         given = {*OFFERED, *EXTRAS, *columns, *self.args}
         return [name for name, each in self.parameters().items() if each.default is each.empty and name not in given]
 

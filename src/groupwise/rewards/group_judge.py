@@ -373,7 +373,7 @@ class _Poll:
         return await ask_judge(http, question, server=self._server, usage=self._usage)
 
     def cost(self, prices: tuple[float, float] | None) -> dict[str, float]:
-        """Tokens, and what they cost at these prices; nothing where the server does not count."""
+        """Return the tokens, and their cost at these prices; empty if the server does not count them."""
         used = self._usage
         if self._asked and not used.reported:
             return {}

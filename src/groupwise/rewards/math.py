@@ -138,7 +138,7 @@ def number_match(
 
 
 def _comparable(said: Quantity, gold: Quantity, unit: str) -> list[tuple[Fraction, Fraction]]:
-    """Pairs of numbers of which one must agree."""
+    """Return pairs of numbers of which one must agree."""
     if unit == "ignored":
         return [(said.value, gold.value)]
     if gold.dimension is not None and said.dimension is not None:

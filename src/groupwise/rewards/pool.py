@@ -122,7 +122,7 @@ class RewardPool:
     async def answer(
         self, name: str, columns: bytes, *, size: int, prompt_id: str, state: TrainerState, together: bool
     ) -> GroupScores:
-        """`call` with what was `pickled`; `together` says that the function of this name is async."""
+        """Call the function `name` on pickled `columns` and return its scores; `together` says that it is async."""
         request = ScoreRequest(
             number=next(self._numbers),
             name=name,

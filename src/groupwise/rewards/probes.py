@@ -72,13 +72,13 @@ def tag_form(tag: str) -> str:
 
 
 def filler(count: int) -> str:
-    """`count` words about nothing."""
+    """Return `count` words about nothing."""
     words = _WORDS.split()
     return " ".join(words[i * (1 + i // len(words)) % len(words)] for i in range(count))
 
 
 def junk(row: ProbePrompt) -> dict[str, str]:
-    """Junk completions by name: without an answer, or with tags and filler around a wrong one."""
+    """Return junk completions by name: without an answer, or with tags and filler around a wrong one."""
     plain = {
         "empty": "",
         "blank": " \n\t\n ",

@@ -307,7 +307,7 @@ def _with_unit(value: Fraction, text: str, end: int) -> tuple[Quantity, int]:
 
 
 def _unit(match: re.Match[str], sign: int, text: str) -> tuple[str, int, Fraction] | None:
-    """Dimension, power and factor of one named unit; None if it is none."""
+    """Return dimension, power and factor of a named unit; None if it is not a unit."""
     word, name, raised = match.groups()
     known = _UNITS.get(name) or (_UNITS.get(name.casefold()) if len(name) > 1 else None)
     if known is None or (name == "in" and re.match(r"\s+\w", text[match.end() : match.end() + 20])):

@@ -234,7 +234,7 @@ def python(script: str) -> tuple[str, ...]:
 
 
 def checked_isolation(required: bool) -> Isolation:
-    """`isolation()`. Raises SandboxError if it is `required` and there is none."""
+    """Return `isolation()`. Raises SandboxError if isolation is `required` and there is none."""
     level = isolation()
     if required and not level.namespaces:
         what = "files" if level.filtered else "files and network"

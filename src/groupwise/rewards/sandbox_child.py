@@ -194,7 +194,7 @@ class Keeper:
             call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def _watch(self, child: int, started: float) -> str | None:
-        """Until the program ends (None), or has to: "wall", "output", "processes" or "closed"."""
+        """Wait until the program ends (None), or must be ended, for "wall", "output", "processes" or "closed"."""
         pidfd = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
         wall_s = self.limits.get("wall_s")
         processes = None if self.counted or self.group or not LINUX else self.limits.get("processes")
@@ -375,7 +375,7 @@ def sweep(child: int, known: tuple[int, float]) -> tuple[int, float]:
 
 
 def descendants() -> list[int]:
-    """Children, their children and so on, of this process."""
+    """Return this process's children, their children and so on."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -416,7 +416,7 @@ def become(user: int) -> None:
 
 
 def drop_privileges() -> None:
-    """No capability, also for root, and none to be gained."""
+    """Drop all capabilities, also as root, and prevent gaining new ones."""
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for those that there are not, and where none are held
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -468,7 +468,7 @@ class ControlGroup:
             file.write(str(value))
 
     def enter(self) -> None:
-        """This process goes in, and its children will be born there."""
+        """Move this process into the group, in which its children then start."""
         os.write(self._door, b"0")
         os.close(self._door)
 
@@ -477,7 +477,7 @@ class ControlGroup:
             return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in file)
 
     def remove(self) -> None:
-        """Once all its processes are dead, which takes the kernel a moment."""
+        """Remove the group when all its processes are dead, which takes the kernel a moment."""
         deadline = time.monotonic() + SWEEP_S
         while time.monotonic() < deadline:
             try:
@@ -653,7 +653,7 @@ def make_writable(*paths: str, disk_mb: int) -> None:
 
 
 def outermost(paths: list[str]) -> list[str]:
-    """Without those that lie within another."""
+    """Return the paths without those that lie within another."""
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
         if not any(f"{path}/".startswith(f"{other}/") for other in kept):

@@ -169,7 +169,8 @@ def _f1(said: list[str], gold: list[str]) -> float:
 
 
 def _common(said: list[str], gold: list[str]) -> int:
-    """Length of the longest common subsequence, an element of `said` at a time in bits of `gold` (Hyyrö 2004)."""
+    """Return the length of the longest common subsequence, an element of `said` at a time in bits of `gold` (Hyyrö
+    2004)."""
     places: dict[str, int] = {}
     for i, word in enumerate(gold):
         places[word] = places.get(word, 0) | 1 << i

@@ -67,7 +67,7 @@ class LaneCall(Protocol):
         ...
 
     def unstarted(self, why: str) -> None:
-        """No worker could be started for the call."""
+        """Fail the call, because no worker could be started for it."""
         ...
 
     def lost(self, loss: Loss) -> None:
@@ -166,7 +166,7 @@ class Lane(threading.Thread):
         return min(begun.overdue for begun in self.running.values())
 
     def _listen(self) -> None:
-        """Until something happens: a new call, an answer, a missed deadline, the worker's end."""
+        """Wait for an event: a new call, an answer, a missed deadline, the worker's end."""
         watched = [self._woken, *self.worker.sockets]
         ready = select.select(watched, [], [], self._patient_for())[0]
         if self._woken in ready:

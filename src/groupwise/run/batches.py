@@ -191,7 +191,8 @@ class Batches:
         self._replay.add(groups, self.done - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the groups under way, whose prompts come first after `load_state_dict`; goes through JSON."""
+        """Return everything but the groups under way, whose prompts come first after `load_state_dict`; fit for
+        JSON."""
         return {
             "done": self.done,
             "source": self._source.cursor,
@@ -200,7 +201,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; `sync` says which policy the sampler has. Raises DataError if it does not fit."""
+        """Continue from `state_dict`; `sync` is the sampler's policy. Raises DataError if the state does not fit."""
         self._source.restore(state["source"])
         self._replay.load_state_dict(state["replay"])
         self._reroll.load_state_dict(state["reroll"])
@@ -233,7 +234,7 @@ class Batches:
 
     @property
     def _due(self) -> int:
-        """The last count of steps done at which a group that is begun now may be given to a step."""
+        """Return the last number of finished steps at which a group that begins now may still be given to a step."""
         newest = self.done if self._pace.never_synced else self.synced
         return min(newest + self._pace.staleness, self._pace.steps - 1)
 

@@ -305,7 +305,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
 
 
 def _drop(learner: Learner, samples: Sequence[Sample], temperature: float) -> float:
-    """By how many nats a token the samples are less likely now than when they were sampled."""
+    """Return the nats per token by which the samples are less likely now than when they were sampled."""
     return logprob_drop(
         samples,
         [sample.behaviour_logprobs or () for sample in samples],
@@ -342,7 +342,7 @@ def _too_long(config: RunConfig, *, context: int) -> str:
 async def _try_out(
     prompts: Sequence[Prompt], plan: RunPlan, parts: Components
 ) -> tuple[tuple[RolloutGroup, ...], float]:
-    """Scored groups, and the seconds in which they were sampled. What is done once only is not timed."""
+    """Sample and score trial groups; return them, and the seconds that this took without the first start."""
     first = replace(plan.config.rollout.sampling(), max_tokens=1)
     if plan.env is None:
         await play_all(parts.rollouts, prompts[:1], seeds=[0], n=1, params=first, version=PolicyVersion.base())

@@ -66,7 +66,7 @@ class LoadedRun:
         raise ConfigError(f"{self.document.name} asks for what is not in this version:{listed}", hint=hint)
 
     def origins(self) -> Iterator[tuple[str, Any, str]]:
-        """(key, effective value, where it comes from) of every key; "default" where nothing was said."""
+        """Yield (key, effective value, origin) of every key; the origin is "default" if the key was not set."""
         for keys, value in _leaves(self.config.model_dump(mode="json"), ()):
             said = _is_said(self.document.data, keys)
             yield dotted(keys), value, self.document.origin(keys) or "given" if said else DEFAULT

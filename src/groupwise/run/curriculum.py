@@ -71,7 +71,7 @@ class Curriculum(WrappedStream):
         return issued
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Learn from scored groups, each once and when it is fresh; one without any reward says nothing."""
+        """Learn from scored groups, each once and when it is fresh; a group without rewards is ignored."""
         for group in groups:
             rewards = [r.reward for r in group.rollouts if r.reward is not None and math.isfinite(r.reward)]
             if not rewards:
@@ -137,5 +137,5 @@ class Curriculum(WrappedStream):
 
 
 def _hash(*parts: object) -> int:
-    """64 bits that are the same in every process."""
+    """Return 64 bits that are the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

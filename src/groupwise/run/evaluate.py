@@ -75,12 +75,12 @@ class Evaluation:
 
     @property
     def k(self) -> int:
-        """Completions that were sampled for each prompt."""
+        """Return the number of completions that were sampled for each prompt."""
         return max((len(group.rollouts) for group in self.groups), default=0)
 
     @property
     def failed(self) -> int:
-        """Completions that could not be scored."""
+        """Return the number of completions that could not be scored."""
         return sum(rollout.error is not None for group in self.groups for rollout in group.rollouts)
 
     def failures(self) -> str | None:
@@ -282,7 +282,7 @@ class BestVersion:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but `patience`, for `load_state_dict`; goes through JSON."""
+        """Return everything but `patience`, for `load_state_dict`; fit for JSON."""
         if self.version is None:
             return {"version": None, "value": None, "waited": self.waited}
         return {"version": str(self.version), "value": self.value, "waited": self.waited}

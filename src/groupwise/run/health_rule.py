@@ -247,7 +247,8 @@ def _noise(values: Sequence[float]) -> float:
 
 
 def _kendall(values: Sequence[float]) -> float:
-    """Kendall's tau of values against their places: pairs that rise less pairs that fall, as a share of all pairs."""
+    """Return Kendall's tau of values against their positions: rising pairs minus falling ones, as a share of all
+    pairs."""
     score, earlier = 0, list[float]()
     for value in values:
         score += bisect_left(earlier, value) - (len(earlier) - bisect_right(earlier, value))

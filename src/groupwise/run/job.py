@@ -214,7 +214,7 @@ def _parent(config: JobConfig, store: AdapterStore, *, name: str) -> Iterator[tu
 
 
 def _saved(directory: Path) -> dict[str, Any]:
-    """PEFT's configuration of a version."""
+    """Return PEFT's configuration of a version."""
     return json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
 
 
@@ -331,7 +331,7 @@ def _step(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
 
 
 def _logprob_drop(run: _Run) -> float:
-    """By how many nats a token the samples are less likely under the policy that is there now than under the one that
+    """Return the nats per token by which the samples are less likely under the present policy than under the one that
     the job started from; of some of them."""
     task, config, parent = run.task, run.config, run.standing.parent
     samples = task.some(MEASURED_TOKENS)

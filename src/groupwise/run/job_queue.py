@@ -105,7 +105,7 @@ class LeaseHeartbeat:
 
     @contextmanager
     def holding(self, lease: Lease) -> Iterator[HeldLease]:
-        """Context manager: the lease is renewed."""
+        """Renew the lease during the block."""
         mine = HeldLease(lease)
         with self._changing:
             self._held = [*self._held, mine]
@@ -281,7 +281,8 @@ class Worker:
             return self._places[tenant]
 
     def _put_aside(self, lease: Lease, error: Exception) -> None:
-        """Memory ran out with others at work, which may have taken it: the job goes on by itself."""
+        """Return the job to the queue, to continue alone: memory ran out while other jobs ran, which may have taken
+        it."""
         log.warning("job %s: memory ran out beside others: %s", lease.job.id, error)
         traceback.clear_frames(error.__traceback__)
         reason = describe(error)["message"] or ""
@@ -346,7 +347,7 @@ def _free_memory() -> None:
 
 
 def describe(error: Exception) -> dict[str, str | None]:
-    """{"code", "message", "hint"} of what ended a job, in the words of a request."""
+    """Return {"code", "message", "hint"} of the error that ended a job, in the words of a request."""
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     if isinstance(error, GroupwiseError):

@@ -32,7 +32,7 @@ class StepTurns:
 
     @contextmanager
     def joined(self, job: JobRecord) -> Iterator[None]:
-        """Context manager: the job is one of those at hand."""
+        """Register the job as one of the worker's for the block."""
         with self._changed:
             self._jobs[job.id] = job
             for name, clock in (((job.tenant,), job.turn), ((job.tenant, job.adapter), job.own)):

@@ -88,12 +88,12 @@ class Task:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
+        """Return the tokens of the largest batch of one optimizer step, a prompt counted once for its group."""
         return max(packed_tokens(self.batch.step_samples(step)) for step in range(self.batch.steps))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample: no pass can have fewer."""
+        """Return the tokens of the longest sample: no pass can have fewer."""
         return max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples)
 
     def tokens(self, step: int) -> int:

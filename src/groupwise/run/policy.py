@@ -72,7 +72,7 @@ class Policy:
         self.publish(step=0, metrics={}, sync=True)
 
     def resume(self, *, newest: PolicyVersion, sampling: PolicyVersion, step: int) -> None:
-        """Go on where a checkpoint was taken. Raises AdapterError, AdapterNotFoundError if a version is not there."""
+        """Continue from a checkpoint. Raises AdapterError, AdapterNotFoundError if a version is not there."""
         self.newest, self.sampling, self.step = newest, sampling, step
         for version in {newest, sampling}:
             if version.is_base:
@@ -92,7 +92,7 @@ class Policy:
 
     @contextmanager
     def held(self, version: PolicyVersion) -> Iterator[None]:
-        """Context manager: a version that is on disk is in the engine, too."""
+        """Load a version on disk into the engine for the block."""
         there = version.is_base or version in self._loaded
         if not there:
             self._sampler.load(version, self._store.path(version))

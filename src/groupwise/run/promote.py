@@ -179,7 +179,7 @@ class Promotion:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was taken: versions that were promoted after it are not there any more."""
+        """Continue from a checkpoint: versions that were promoted after it no longer exist."""
         self._start, self._against = PolicyVersion.parse(state["start"]), PolicyVersion.parse(state["against"])
         self._old, self._start_length = Measured.from_dict(state["old"]), state["start_length"]
         self._looked, self._spent = state["looked"], state["spent"]

@@ -118,7 +118,8 @@ class Place:
 
 
 def enter(folder: str) -> None:
-    """Work, in an actor, in the launcher's directory. Raises StorageError where this machine has none of that name."""
+    """Change an actor's working directory to the launcher's. Raises StorageError if this machine has none of that
+    name."""
     try:
         os.chdir(folder)
     except OSError as error:

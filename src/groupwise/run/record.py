@@ -58,6 +58,6 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def _step_files(directory: Path) -> dict[int, Path]:
-    """`step_000012.jsonl` of each step."""
+    """Return `step_000012.jsonl` of each step."""
     named = ((re.fullmatch(r"step_(\d+)\.jsonl", path.name), path) for path in directory.glob("step_*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))

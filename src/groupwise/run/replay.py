@@ -108,7 +108,7 @@ class ReplayBuffer:
         return {"replay/size": float(len(ages)), "replay/age_mean": sum(ages) / max(1, len(ages))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, for `load_state_dict`; goes through JSON."""
+        """Return everything for `load_state_dict`; fit for JSON."""
         entries = [{"step": entry.step, "group": group_to_json(entry.group)} for entry in self._entries.values()]
         version, words, gauss = self._random.getstate()
         return {"entries": entries, "random": [version, list(words), gauss]}
@@ -136,7 +136,7 @@ class ReplayBuffer:
 
 
 def signal(group: RolloutGroup) -> float:
-    """sum |A| x std(r) over the rollouts with a finite reward and advantage; 0 where fewer than two have them."""
+    """Return sum |A| x std(r) over the rollouts with a finite reward and advantage; 0 if fewer than two have them."""
     known = [rollout for rollout in group.rollouts if rollout.advantage is not None and rollout.reward is not None]
     scored = [(_size(rollout), rollout.reward or 0.0) for rollout in known]
     if len(scored) < 2 or not all(math.isfinite(value) for pair in scored for value in pair):
@@ -240,7 +240,7 @@ class RerollQueue:
         return {"reroll/size": float(len(self._waiting))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, for `load_state_dict`; goes through JSON. What is handed out waits again, in front."""
+        """Return everything for `load_state_dict`; fit for JSON. Prompts that are handed out wait again, in front."""
         tries = self._tries | {id: self._tries[id] - 1 for id in self._out}
         return {
             "waiting": [[id, best] for id, best in (self._out | self._waiting).items()],

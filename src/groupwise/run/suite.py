@@ -297,7 +297,7 @@ def run_suite(run: SuiteRun, target: Target, *, say: Callable[[str], None]) -> S
 
 @contextmanager
 def serving(target: Target, *, state: Path) -> Iterator[ServedVersion]:
-    """Context manager: `groupwise serve` of the target, as a process, until the end. `state` is the server's directory.
+    """Serve the target with `groupwise serve` in a process during the block. `state` is the server's directory.
 
     Raises EngineError if it ends before it is ready, or is not ready in half an hour.
     """
@@ -341,7 +341,7 @@ def _context(url: str, key: str) -> int:
 
 @contextmanager
 def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Context manager: the process has ended afterwards, however this is left."""
+    """End the process after the block, in every case."""
     try:
         yield
     finally:

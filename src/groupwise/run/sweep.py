@@ -170,7 +170,7 @@ class Outcomes:
 
     @contextmanager
     def failures(self, run: SweptRun) -> Iterator[None]:
-        """Context manager: an error within ends this run."""
+        """End only this run at an error inside the block."""
         try:
             yield
         except Exception as error:

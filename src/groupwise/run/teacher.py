@@ -261,7 +261,7 @@ class Teacher:
         return replace(group, rollouts=rollouts)
 
     def _questions(self, group: RolloutGroup, rollout: Rollout) -> list[tuple[Ids, Ids]]:
-        """Prompt and completion of each segment, as the teacher reads them; none where it has nothing to teach."""
+        """Return the prompt and completion of each segment in the teacher's form; empty if it has nothing to teach."""
         segments = segments_of(rollout.turns)
         if self.config.context is None:
             return [(segment.prompt_ids, segment.completion_ids) for segment in segments]

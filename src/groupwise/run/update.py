@@ -74,11 +74,11 @@ class PolicyUpdates:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, for `load_state_dict`; goes through JSON."""
+        """Return everything for `load_state_dict`; fit for JSON."""
         return {"changed": self.changed, "kl": None if self.adaptive_kl is None else self.adaptive_kl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore the values of `state_dict`."""
         self.changed = state["changed"]
         if self.adaptive_kl is not None:
             self.adaptive_kl.load_state_dict(state["kl"])
@@ -112,7 +112,7 @@ class StepUpdate:
 
     @property
     def shown(self) -> list[Sample]:
-        """The groups' demonstrations: a teacher's completions, a dataset's answers, or its pairs in twos."""
+        """Return the groups' demonstrations: a teacher's completions, a dataset's answers, or its pairs in twos."""
         return [sample for part in self._parts for sample in part.shown]
 
     @property
@@ -233,7 +233,7 @@ class StepUpdate:
 
     @property
     def _loss(self) -> LossSpec:
-        """The loss, with the KL's weight as it is now."""
+        """Return the loss, with the present weight of the KL."""
         adaptive = self._updates.adaptive_kl
         if adaptive is None or self._plan.kl_coeff is not None:
             return self._plan.loss
@@ -255,7 +255,7 @@ class _Part:
 
 
 def combined_kl(parts: Sequence[Metrics]) -> Metrics:
-    """`kl_metrics` of several parts as that of all of their tokens."""
+    """Combine `kl_metrics` of several parts into those of all their tokens."""
     measured = [part for part in parts if part]
     if not measured:
         return {}

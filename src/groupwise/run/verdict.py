@@ -45,7 +45,7 @@ class Measured:
 
     @property
     def reward(self) -> float:
-        """The mean over the prompts that could be scored; nan without any."""
+        """Return the mean over the prompts that could be scored; nan without any."""
         known = [each for each in self.rewards if math.isfinite(each)]
         return fmean(known) if known else math.nan
 
@@ -137,7 +137,8 @@ class Margin:
 
 
 def margin_between(new: Measured, old: Measured, *, bounds: Bounds, look: Look) -> Margin | None:
-    """None if no prompt was scored for both."""
+    """Return the comparison of both means, and whether it passes at this look. None if no prompt was scored for
+    both."""
     both = [(n, o) for n, o in zip(new.rewards, old.rewards, strict=True) if math.isfinite(n) and math.isfinite(o)]
     if not both:
         return None
@@ -302,7 +303,8 @@ def gaps_between(
     *,
     temperature: float,
 ) -> list[float]:
-    """log p_new - log p_old of each token of a completion, in nats. Both must be loaded. Blocks; for a thread."""
+    """Return log p_new - log p_old of each token of a completion, in nats. Both must be loaded. Blocks: call it in a
+    thread."""
     ours, theirs = (
         engine.score(prompt_ids, completion_ids, version, temperature=temperature) for version in (new, old)
     )

@@ -180,7 +180,8 @@ class _Calls(Flows):
         timeout: float = SAMPLE_S,
         **options: Unpack[SamplingOptions],
     ) -> Flow[list[SampledGroup]]:
-        """`n` completions of each prompt, as groups in the order of the prompts; strings are messages of the user."""
+        """Sample `n` completions of each prompt, as groups in the order of the prompts; strings are messages of the
+        user."""
         conversations = [_conversation(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         body = {"prompts": conversations, "n": n, **_known(options, SamplingOptions)}
         answer = yield from self.exchange(Send("POST", "/v1/completions/batch", timeout, encode(body)))
@@ -375,7 +376,7 @@ class _Calls(Flows):
     def _listen(
         self, job_id: str, place: _EventCursor, *, deadline: float, to: Callable[[JobEvent], object] | None
     ) -> Flow[bool]:
-        """Emit a job's events from `place` on, until the stream or the time ends; whether it was the stream."""
+        """Emit a job's events from `place` on, until the stream or the time ends; return whether it was the stream."""
         headers = {"last-event-id": str(place.seq)} if place.seq else {}
         seconds = min(QUIET_S, deadline - time.monotonic())
         answer = yield Open("GET", _job_path("events", job_id), seconds, headers=headers)

@@ -124,17 +124,17 @@ class Datum:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """`target_tokens` [N - 1]."""
+        """Return `target_tokens` [N - 1]."""
         return tuple(int(token) for token in self.loss_fn_inputs[TARGETS])
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The sequence [N]: what the model reads, and the last target."""
+        """Return the sequence [N]: the model's input, and the last target."""
         return (*self.model_input, self.targets[-1])
 
     @cached_property
     def mask(self) -> tuple[int, ...]:
-        """1 where the target is trained [N - 1]: the `mask`, without one every target that is not padding."""
+        """Return 1 for each trained target [N - 1]: the `mask`, or without one every target that is not padding."""
         inputs = self.loss_fn_inputs
         if "mask" in inputs:
             return tuple(int(mark > TRAINED) for mark in inputs["mask"])
@@ -158,7 +158,7 @@ class Datum:
 
     @property
     def skipped(self) -> int:
-        """Targets before the first trained one, which belong to the sample's prompt."""
+        """Return the number of targets before the first trained one, which belong to the sample's prompt."""
         return self.mask.index(1) if 1 in self.mask else 0
 
     def sample(self, weights: str) -> Sample:
@@ -236,7 +236,7 @@ def build_grpo_datums(
     old_policy_logprobs: Sequence[Sequence[float | None]] | None = None,
     ref_logprobs: Sequence[Sequence[float | None]] | None = None,
 ) -> list[Datum]:
-    """Datums for `forward_backward` with any policy loss.
+    """Build datums for `forward_backward` with any policy loss.
 
     Args:
         data: the sequences; their `mask` or `weights` mark what the policy said, all after the prompt if they have
@@ -279,7 +279,7 @@ def build_grpo_datums(
 
 
 def _spoken(datum: Datum, prompt_len: int) -> list[float]:
-    """1 where the target is after the prompt and marked."""
+    """Return 1 for a target that is after the prompt and marked, else 0."""
     inputs = datum.loss_fn_inputs
     marks = inputs.get("mask", inputs.get("weights", (1.0,) * len(datum.model_input)))
     return [float(j + 1 >= prompt_len and mark > TRAINED) for j, mark in enumerate(marks)]

@@ -42,7 +42,7 @@ class Deployment:
 
     @contextmanager
     def holding(self, version: PolicyVersion | None = None) -> Iterator[PolicyVersion]:
-        """Context manager: a loaded version, or the one that is served now, stays loaded."""
+        """Keep a loaded version, or the served one, loaded during the block."""
         with self._lock:
             version = version or self.serving
             self._held[version] += 1

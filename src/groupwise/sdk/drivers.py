@@ -248,7 +248,7 @@ class Stream(Generic[P, T]):
 
 # ---- the connection ----
 def server_url(url: str | None) -> str:
-    """`url`, or GROUPWISE_URL, or the default, without a last slash or /v1. Raises ConfigError."""
+    """Return `url`, or GROUPWISE_URL, or the default, without a last slash or /v1. Raises ConfigError."""
     given = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     whole = (given if "://" in given else f"http://{given}").rstrip("/").removesuffix("/v1")
     try:

@@ -209,7 +209,7 @@ def make_loss_fn(
     inf_logprobs: Logprobs,
     prox_logprobs: Logprobs | None = None,
 ) -> LossFn:
-    """`loss` as a function for `forward_backward_custom`; its arguments are those of `build_grpo_datums`.
+    """Return `loss` as a function for `forward_backward_custom`; its arguments are those of `build_grpo_datums`.
 
     `prox_logprobs` is the trainer's snapshot; without one the policy as it is stands in, which is exact for the first
     optimizer step on a batch.
@@ -255,14 +255,14 @@ def importance_sampling_loss(*, tis_cap: float = 5.0) -> LossSpec:
 
 
 def reinforce_loss(*, kl_beta: float = 0.0) -> LossSpec:
-    """REINFORCE weighed by the ratio to the policy that sampled."""
+    """Return REINFORCE weighted by the ratio to the policy that sampled."""
     return resolve_loss("importance_sampling", reduction="sum", **_kl(kl_beta))
 
 
 def dapo_loss(
     *, eps_clip: float = 0.2, eps_clip_high: float = 0.28, eps_clip_c: float | None = None, tis_cap: float = 5.0
 ) -> LossSpec:
-    """Decoupled clip; `eps_clip_c` is the dual clip."""
+    """Return DAPO's loss with decoupled clipping; `eps_clip_c` is the dual clip."""
     return _recipe("dapo", tis_cap, clip_low=eps_clip, clip_high=eps_clip_high, dual_clip=eps_clip_c)
 
 

@@ -146,9 +146,9 @@ class DeploymentSampler:
         tools: Sequence[dict[str, Any]] = (),
         **options: Any,
     ) -> list[SampledCompletion]:
-        """`n` replies to a chat; `options` are those of `sample`. A `grammar` is that of the answer: thoughts are free.
-        An image part holds a path, a data URL, bytes or a PIL image, as in a dataset's row (docs/images.md). Raises
-        ChatError as the template does, DataError for an image that cannot be read."""
+        """Sample `n` replies to a chat; `options` are those of `sample`. A `grammar` constrains the answer, not
+        thoughts. An image part holds a path, a data URL, bytes or a PIL image, as in a dataset's row (docs/images.md).
+        Raises ChatError as the template does, DataError for an image that cannot be read."""
         said, _ = with_images(tuple(messages), {}, folder=Path(), id="messages")
         prompt = encode_prompt(Prompt(id="messages", messages=said, tools=tuple(tools)), self.tokenizer)
         (grammar,) = answer_grammars(options.pop("grammar", None), [prompt.token_ids], self.tokenizer)
@@ -169,7 +169,7 @@ class DeploymentSampler:
         echo: bool = False,
         version: PolicyVersion | None = None,
     ) -> list[SampledCompletion]:
-        """`n` completions of a prompt's tokens, in order, all by one version.
+        """Sample `n` completions of a prompt's tokens, in order, all by one version.
 
         Args:
             top_p, top_k: draw from a part of the vocabulary, which the local engine records (`kept`); completions

@@ -82,7 +82,7 @@ class ForwardBackwardOutput:
 
     @property
     def logprobs(self) -> list[tuple[float, ...]]:
-        """The log-probabilities of every datum."""
+        """Return the log-probabilities of every datum."""
         return [output["logprobs"] for output in self.loss_fn_outputs]
 
 
@@ -327,7 +327,7 @@ class TrainingClient:
         return self._step.apply(learning_rate=adam.learning_rate, normalization=normalization)
 
     def save_now(self, directory: Path, extra: dict[str, Any]) -> Path:
-        """`save_state`, for what `submit` runs."""
+        """Do `save_state` at once, in a function that `submit` runs."""
         if self._step.calls:
             raise TrainingError(
                 f"{self._step.calls} calls have accumulated a gradient, which a state does not have",
@@ -337,14 +337,14 @@ class TrainingClient:
         return directory
 
     def load_now(self, directory: Path) -> dict[str, Any]:
-        """`load_state`, for what `submit` runs."""
+        """Do `load_state` at once, in a function that `submit` runs."""
         extra = load(self.learner, directory)
         self.loads += 1
         self.forget_now()
         return extra
 
     def forget_now(self) -> None:
-        """`zero_grad`, for what `submit` runs."""
+        """Do `zero_grad` at once, in a function that `submit` runs."""
         self._step.forget()
 
 

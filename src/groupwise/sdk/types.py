@@ -359,7 +359,7 @@ class ChatCompletion(Answer):
 
     @property
     def text(self) -> str:
-        """The first reply's text."""
+        """Return the first reply's text."""
         return self.choices[0].message.content or ""
 
 

@@ -83,7 +83,7 @@ def check_content_type(request: HTTPRequest, *, wanted: str = "application/json"
 
 
 def parse_body(raw: bytes, model: type[M], config: ServeConfig | None = None) -> M:
-    """`raw` as a `model`, within the limits of `config`. Raises RequestError."""
+    """Parse `raw` as a `model`, within the limits of `config`. Raises RequestError."""
     _scan(raw)
     try:
         return model.model_validate_json(raw, context=config or ServeConfig())

@@ -103,8 +103,8 @@ def read_completions(
 
 
 def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises RequestError for an id that the model does not have, ContextLengthError for a
-    text that is far longer than the context; without `context` any length will do."""
+    """Return the token ids of each prompt. Raises RequestError for an id that the model does not have,
+    ContextLengthError for a text that is far longer than the context; without `context` any length will do."""
     encoded = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):

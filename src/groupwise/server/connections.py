@@ -55,12 +55,12 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours."""
+        """Do nothing: the application handles signals."""
         yield
 
 
 def make_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
-    """uvicorn's server with our connections, without signals, and with nothing of its own in the log but errors."""
+    """Make uvicorn's server with our connections, without signals, and with only errors in its log."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     settings = uvicorn.Config(
         app,

@@ -133,7 +133,7 @@ class Gatekeeper:
             raise
 
     def _restore(self) -> None:
-        """Go on with the trial that there was when the server ended, or say that the configuration has none now."""
+        """Continue the trial of the server's last end, or report that the configuration has none now."""
         book = self._parts.feedback
         kept = book.setting(TRIAL)
         if kept is None:
@@ -175,7 +175,7 @@ class Gatekeeper:
         await asyncio.to_thread(self._parts.feedback.set, COUNTS, trial.counts)
 
     def _hash_of_measuring(self) -> str:
-        """Another value whenever other held-out rewards could come of the same version."""
+        """Return a hash that changes whenever the same version could get other held-out rewards."""
         config = self._config
         told = config.model_dump(mode="json", include={"rewards", "samples", "temperature", "max_tokens"})
         digest = hashlib.sha256(json.dumps([told, self._parts.base.hash], sort_keys=True).encode())
@@ -215,7 +215,7 @@ class Gatekeeper:
     # --- looks at the prompts ---
 
     def _hash_of(self, name: str) -> str:
-        """Another value for other prompts."""
+        """Return a hash of the prompts."""
         told = sorted(repr(prompt.token_ids) for prompt in self._sets[name])
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 

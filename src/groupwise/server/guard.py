@@ -245,7 +245,7 @@ class Guard:
     # --- admission ---
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Everything that the head of a request decides. Raises the GroupwiseError to answer with."""
+        """Check everything that the head of a request decides. Raises the GroupwiseError to answer with."""
         host, origin = headers.get("host"), headers.get("origin")
         if self._checks_host and host is not None and not self._is_known(host):
             raise ForbiddenError(

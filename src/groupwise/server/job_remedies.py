@@ -56,7 +56,7 @@ def _told(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> st
 
 
 def _changes(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """(field, its new value), of those that there are and that would be other ones."""
+    """Yield (field, new value) for the fields that the job has and that would change."""
     for key, change in remedy.overrides.items():
         field = job_field(key, kind)
         if field is not None and (new := changed(config.get(field), change, name)) is not None:

@@ -238,7 +238,7 @@ class FeedbackTrainer:
             await asyncio.sleep(poll_s)
 
     async def attempt(self) -> str | None:
-        """`step`, of which no failure ends the server."""
+        """Run `step`; no failure of it ends the server."""
         try:
             return await self.step()
         except GroupwiseError as error:
@@ -426,7 +426,8 @@ class FeedbackTrainer:
         return Completed(tuple((r, float(s)) for r, s in zip(records, scores, strict=True) if s is not None))
 
     async def _siblings(self, group: RatedGroup, temperature: float, adapter: str) -> list[RolloutRecord]:
-        """Further completions of the prompt, kept as rollouts. Raises AdapterNotFoundError if the version is gone."""
+        """Sample further completions of the prompt, and keep them as rollouts. Raises AdapterNotFoundError if the
+        version is gone."""
         parts, n = self._parts, self._config.group_size - len(group.records)
         room = parts.engine.context_length - len(group.prompt_ids)
         if n < 1 or room < 1:

@@ -68,7 +68,7 @@ def url_of(listener: socket.socket) -> str:
 
 @contextmanager
 def own(state_dir: Path) -> Iterator[None]:
-    """Context manager: this process is the only server on `state_dir`. A second one would hand out the same jobs."""
+    """Make this process the only server on `state_dir` during the block. A second one would train the same jobs."""
     path = state_dir / "server.lock"
     try:
         state_dir.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ class Places:
 
     @asynccontextmanager
     async def held(self, sender: str, key: Key | None = None) -> AsyncIterator[None]:
-        """Context manager: one place is taken, of the key's too where that has a bound. Raises OverloadedError."""
+        """Take a place for the block, also one of the key's if the key has a bound. Raises OverloadedError."""
         request = _Request.of(sender, key)
         await self._take(request)
         try:

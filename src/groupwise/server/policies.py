@@ -182,7 +182,7 @@ class Trial:
             self.requests[version == self.version] += 1
 
     def failed(self, version: PolicyVersion) -> None:
-        """It failed, and not by its client's doing."""
+        """Record that the request failed, through no fault of its client."""
         if version in (self.version, self.against):
             self.errors[version == self.version] += 1
 
@@ -249,12 +249,12 @@ class Policies:
 
     @property
     def in_use(self) -> dict[PolicyVersion, int]:
-        """The adapters in the engine, and how many requests use each."""
+        """Return the adapters in the engine, and the number of requests that use each."""
         return {version: entry.users for version, entry in self._loaded.items()}
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for room for their adapter."""
+        """Return the number of requests that wait for room for their adapter."""
         return len(self._waiting)
 
     def resolve(self, *, model: str | None = None, adapter: str | None = None) -> PolicyVersion:

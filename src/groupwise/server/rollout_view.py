@@ -268,7 +268,7 @@ def _fitting(sizes: Sequence[int], most: int) -> int:
 
 
 def _gaps(turn: Mapping[str, Any]) -> list[float | None]:
-    """Trainer's minus sampler's log-probability per token, where the trainer's were recorded."""
+    """Return the trainer's minus the sampler's log-probability per token, if the trainer's were recorded."""
     sampled, trained = _numbers(turn["logprobs"]), _numbers(turn.get("trainer_logprobs") or ())
     if len(trained) != len(sampled):
         return [None] * len(sampled)

@@ -110,8 +110,8 @@ def encode_conversations(
     context: int,
     field: str,
 ) -> list[tuple[int, ...]]:
-    """Token ids of each conversation of a body's `field`. Raises RequestError, with its path, for one that the template
-    refuses or that is far longer than the context."""
+    """Return the token ids of each conversation of a body's `field`. Raises RequestError, with its path, for one that
+    the template refuses or that is far longer than the context."""
     offered, said = tuple(tool.as_dict() for tool in tools or ()), template_options(options, tokenizer)
     encoded = []
     for i, messages in enumerate(conversations):

@@ -97,7 +97,7 @@ class SampleQuery:
 
 
 def page(run: RunFiles, wanted: SampleQuery, *, after: int | None, limit: int) -> RolloutPage:
-    """Up to `limit` rows behind the cursor `after`."""
+    """Return up to `limit` rows after the cursor `after`."""
     begin, skip = (None, 0) if after is None else divmod(after, PLACES)
     rows, read = list[RolloutRow](), 0
     for step, path in _files(run):
@@ -229,7 +229,7 @@ def _files(run: RunFiles) -> list[tuple[int, Path]]:
 
 
 def _lines(path: Path, left_out: Callable[[str], object] = log.warning) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(number, group) of each line that is JSON; none of a file that is gone."""
+    """Yield (number, group) for each line that is JSON; none for a file that is gone."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file):

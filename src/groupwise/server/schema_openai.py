@@ -258,7 +258,7 @@ class Sampling(PolicyChoice):
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest completion asked for; None is the server's default."""
+        """Return the requested limit of the completion; None is the server's default."""
         return min((m for m in (self.max_tokens, self.max_completion_tokens) if m is not None), default=None)
 
 
@@ -360,7 +360,7 @@ class ChatRequest(ShapedSampling, OpenRequest):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as the chat templates want them."""
+        """Return the offered tools, in the form of the chat templates."""
         return [] if self.tool_choice == "none" else [tool.as_dict() for tool in self.tools or ()]
 
     def _check_choice(self) -> None:

@@ -93,7 +93,7 @@ class Shadow:
         return stats["waiting"] > 0 or stats["running"] >= max(1, self._parts.config.batch_rows // 2)
 
     async def _answer_all(self) -> None:
-        """Until nothing waits any more."""
+        """Answer the queued requests until none waits."""
         while self._waiting:
             asked = self._waiting.popleft()
             if self._parts.policies.trial is asked.trial and len(asked.trial.pairs) < self._config.requests:
@@ -137,7 +137,7 @@ class Shadow:
             return new, sum(await asyncio.to_thread(gaps_between, parts.engine, *ids, temperature=temperature))
 
     async def _pair(self, asked: _Offered, new: Completion, gap: float | None) -> Pair:
-        """Both answers, scored as one group. Raises RewardError if not both can be."""
+        """Score both answers as one group. Raises RewardError if not both can be scored."""
         tokens = (len(new.token_ids), len(asked.answer.token_ids))
         if self._scorer is None:
             return Pair(rewards=None, tokens=tokens, gap=gap)

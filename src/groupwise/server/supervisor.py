@@ -255,7 +255,7 @@ class Supervisor:
         return _ending(code, cause)
 
     async def _take_back(self, words: str, cause: Cause) -> None:
-        """No worker lives: the jobs it held can be leased again. `words` is the end of what it said."""
+        """Make the jobs of a dead worker available for another lease. `words` is the end of its output."""
         for job_id in await asyncio.to_thread(self._ledger.expire, self._worker, cause=cause):
             log.warning("a worker ended with job %s in its hands (%s)", job_id, cause)
             if words and cause in (Cause.CRASH, Cause.MEMORY):

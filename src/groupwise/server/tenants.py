@@ -106,8 +106,8 @@ class TenantNotFoundError(GroupwiseError, LookupError):
 def tenant_of(caller: Caller, path: str, headers: Headers, *, keys: KeyFile) -> str:
     """Return whose things a request is about: the tenant of its key, or the one that the owner names.
 
-    Raises OwnersError for a request that only the owner may make, RequestError or TenantNotFoundError for a wrong tenant in
-    the owner's header.
+    Raises OwnersError for a request that only the owner may make, RequestError or TenantNotFoundError for a wrong
+    tenant in the owner's header.
     """
     named = headers.get(HEADER)
     if named is not None and caller.role != "admin":

@@ -75,7 +75,7 @@ class Web:
 
 
 def _answer(scope: Scope) -> Response | None:
-    """None for what is not the web interface's."""
+    """Return the answer for a path of the web interface, None for any other path."""
     path, headers = scope["path"], Headers(scope=scope)
     if path == "/" and scope["method"] in READS:
         return RedirectResponse("ui/", status_code=307, headers=SAFETY)

@@ -12,7 +12,7 @@ _VISIBLE = dict.fromkeys(_HIDDEN, 0xFFFD)
 
 
 def plain(text: str, *, limit: int | None = None) -> str:
-    """`text` with everything that is not seen, or that reorders what is, replaced by something visible.
+    """Return `text` with invisible characters, and those that reorder others, replaced by visible ones.
 
     >>> plain("a\\u200fb\\x00"), plain("abcdef", limit=4)
     ('a\\ufffdb␀', 'abc…')

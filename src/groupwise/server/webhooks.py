@@ -313,7 +313,7 @@ def signature(secret: str, *, timestamp: int, body: bytes) -> str:
 
 
 def utc(seconds: float | None) -> str | None:
-    """Unix seconds as ISO 8601, as it stands in answers.
+    """Return Unix seconds as ISO 8601, in the form of answers.
 
     >>> utc(0.25), utc(None)
     ('1970-01-01T00:00:00.250Z', None)

@@ -201,7 +201,7 @@ class ExpertTargets:
 
 
 def adapted(config: Mapping[str, Any], rows: Mapping[str, int]) -> dict[str, Adapted]:
-    """Key of a pair of tensors (without `.lora_A.weight`) -> what PEFT does with it.
+    """Return PEFT's use of each pair of tensors, by its key (without `.lora_A.weight`).
 
     Args:
         config: passes `check_config`.

@@ -148,7 +148,7 @@ class AdapterStore:
 
     @contextmanager
     def held(self, version: PolicyVersion) -> Iterator[Path]:
-        """Context manager: the version's directory, which no process prunes or deletes meanwhile. Raises as `path`."""
+        """Yield the version's directory, which no process prunes or deletes during the block. Raises as `path`."""
         directory = self._require(version)
         with ExitStack() as stack:
             try:
@@ -321,7 +321,7 @@ class AdapterStore:
 
     @property
     def active(self) -> PolicyVersion:
-        """The version that requests without an `adapter` get; the base model until something is activated."""
+        """Return the version for requests without an `adapter`; the base model until a version is activated."""
         return (PolicyVersion.base(), *self._read_state().activations)[-1]
 
     @property
@@ -360,7 +360,7 @@ class AdapterStore:
                 self._write_state(replace(state, activations=activations))
 
     def rollback(self) -> PolicyVersion:
-        """Go back to what was active before, and return it. Raises AdapterError if nothing was."""
+        """Activate the previously active version, and return it. Raises AdapterError if there was none."""
         with files.writing("rolling back"), files.locked(self.root):
             state = self._read_state()
             if not state.activations:

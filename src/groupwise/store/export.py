@@ -119,7 +119,8 @@ def _check_base(adapter: Located, base: LoadedModel) -> None:
 
 
 def _save(base: LoadedModel, dest: Path, dtype: torch.dtype) -> None:
-    """Weights, configuration, tokenizer with its chat template, and a generation config with what ends a reply."""
+    """Save weights, configuration, tokenizer with chat template, and a generation config with the ids that end a
+    reply."""
     model: Any = base.model.to(dtype)  # pyright: ignore[reportArgumentType]
     model.config.use_cache, model.config.dtype = True, dtype
     if model.generation_config is not None:

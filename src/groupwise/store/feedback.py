@@ -361,7 +361,7 @@ class Opinion:
 
     @property
     def score(self) -> float | None:
-        """The mean of the scores; None without any."""
+        """Return the mean of the scores; None without any."""
         return fmean(self.scores) if self.scores else None
 
 

@@ -115,7 +115,7 @@ def _describe(writer: Any, base: LoadedModel, dtype: str) -> None:
 
 
 def _write_vocabulary(writer: Any, base: LoadedModel) -> None:
-    """Tokens with their types, merges, special ids and the chat template, of a byte-level BPE."""
+    """Write the tokens with their types, merges, special ids and the chat template of a byte-level BPE."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     with TemporaryDirectory() as folder:
@@ -194,7 +194,8 @@ def _kind(shape: torch.Size, dtype: str) -> Any:
 
 
 def _tensors(base: LoadedModel, arch: Any) -> Iterator[tuple[str, Tensor]]:
-    """GGUF's name of every parameter and what is stored there; an LM head that is tied to the embeddings once."""
+    """Yield every parameter's name in GGUF and its stored tensor; an LM head that is tied to the embeddings comes
+    once."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     config: Any = base.model.config.get_text_config()

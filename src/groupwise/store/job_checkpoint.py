@@ -68,7 +68,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint with the highest step."""
+        """Return the checkpoint with the highest step."""
         return max(self._directory.glob(f"{STEP}*"), default=None)
 
     def save(self, learner: Learner, standing: JobProgress, start: Sequence[tuple[float, ...]] | None) -> None:

@@ -42,12 +42,12 @@ class EncodedCompletion(Section):
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
-        """`kept`, read."""
+        """Return `kept` as a SamplingMask."""
         return None if self.kept is None else SamplingMask.from_bytes(self.kept)
 
     @property
     def routing(self) -> RoutedExperts | None:
-        """`routed_experts`, read."""
+        """Return `routed_experts` as RoutedExperts."""
         return None if self.routed_experts is None else RoutedExperts.from_bytes(self.routed_experts)
 
     @model_validator(mode="after")
@@ -125,12 +125,12 @@ def dump_payload(payload: GrpoPayload | SftPayload) -> bytes:
 
 
 def dump_groups(groups: Iterable[EncodedGroup], *, temperature: float) -> bytes:
-    """`dump_payload` of groups that are made one after another, and not all kept."""
+    """Write a payload of groups that are made one after another, without keeping all in memory."""
     return _dump(groups, GrpoPayload(groups=(), temperature=temperature))
 
 
 def dump_examples(examples: Iterable[EncodedExample]) -> bytes:
-    """`dump_payload` of examples that are made one after another, and not all kept."""
+    """Write a payload of examples that are made one after another, without keeping all in memory."""
     return _dump(examples, SftPayload(examples=()))
 
 

@@ -484,7 +484,8 @@ class Ledger:
             update_job(db, held_by(db, lease)["seq"], effective=dump(effective))
 
     def shrink(self, lease: Lease, reason: str) -> Job | None:
-        """Memory ran out: the job is to go on with half the tokens in a pass. None if its passes cannot be smaller.
+        """Have the job continue with half the tokens in a pass, because memory ran out, and return the job. None if its
+        passes cannot be smaller.
 
         Raises LeaseLostError.
         """
@@ -609,7 +610,7 @@ class Ledger:
 
     @property
     def database(self) -> Database:
-        """The connection, for those who keep other tables in the same file."""
+        """Return the connection, for modules with other tables in the same file."""
         return self._db
 
     @property

@@ -144,7 +144,7 @@ class JobRecord:
 
     @property
     def progress(self) -> float:
-        """The part of the steps that is done, 0 to 1."""
+        """Return the share of the steps that is done, 0 to 1."""
         if self.state is JobState.COMPLETED:
             return 1.0
         return min(self.step / self.steps, 1.0) if self.steps else 0.0
@@ -420,7 +420,7 @@ def to_event(row: sqlite3.Row, job_id: str) -> LedgerEvent:
 
 @contextmanager
 def _readable(table: str, seq: int | str) -> Iterator[None]:
-    """Context manager: a value that is none is damage, which SQLite did not notice."""
+    """Raise LedgerDamagedError for an invalid value inside the block: damage that SQLite did not notice."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -534,7 +534,7 @@ def marks(values: Collection[Any]) -> str:
 
 
 def dump(value: Any) -> str:
-    """Strict JSON: NaN is a ValueError."""
+    """Return strict JSON: NaN raises ValueError."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 

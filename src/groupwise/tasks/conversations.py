@@ -87,7 +87,7 @@ class Conversations:
 
     @property
     def latest(self) -> tuple[Message, ...]:
-        """All messages after the opening ones of the conversation that was answered last."""
+        """Return all messages after the opening ones, of the conversation that was answered last."""
         if not self.answered:
             return ()
         seen = self.answered[-1].transcript

@@ -99,7 +99,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(self, session: AgentSession) -> AsyncIterator[str]:
-        """Context manager that yields the API key under which `session` is reached. Usable from any event loop."""
+        """Yield the API key for `session` during the block. Usable from any event loop."""
         key = f"episode-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         try:

@@ -102,7 +102,7 @@ class Episode:
 
     @property
     def answer(self) -> str:
-        """The text of the assistant's last message; "" without one."""
+        """Return the text of the assistant's last message; "" without one."""
         said = [message for message in self.messages if message["role"] == "assistant"]
         content = said[-1].get("content") if said else None
         return content if isinstance(content, str) else ""

@@ -139,7 +139,7 @@ class EnvPool:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a method may take."""
+        """Return the seconds that a method may take."""
         return self._config.step_timeout_s
 
     @property

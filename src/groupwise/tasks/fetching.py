@@ -136,7 +136,7 @@ def _body(answer: http.client.HTTPResponse, most: int) -> bytes:
 # ---- connections ----
 @contextmanager
 def _connected(address: ImageAddress, until: float, resolve: Resolve) -> Iterator[socket.socket]:
-    """Context manager: a connection to one of the host's addresses, which ends at `until` (monotonic)."""
+    """Yield a connection to one of the host's addresses, which is closed at `until` (monotonic)."""
     places = _addresses(address, resolve)
     with _open(places, address.port, until) as raw:
         is_late = threading.Event()

@@ -221,7 +221,7 @@ class EpisodeRollouts:
         return [*await self._sample(request)]
 
     async def _sample(self, request: SamplingRequest) -> list[Completion]:
-        """Its completions, for as many episodes, in this round or at once."""
+        """Sample the completions of a turn, for as many episodes, in this round or at once."""
         if self._rounds is not None:
             return await asyncio.wrap_future(self._rounds.submit([request], episodes=request.n)[0])
         (completions,) = await self._sampler.sample([request])
@@ -422,7 +422,7 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def group_of(prompt: Prompt, completions_G: Sequence[Completion]) -> RolloutGroup:
-    """Single-turn rollouts of an encoded prompt, unscored."""
+    """Return single-turn rollouts of an encoded prompt, unscored."""
     return RolloutGroup(
         prompt=prompt, rollouts=tuple(Rollout(turns=(Turn(prompt.token_ids, c),)) for c in completions_G)
     )

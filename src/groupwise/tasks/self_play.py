@@ -61,7 +61,7 @@ class Match(Player):
 
     @property
     def opening(self) -> Transcript | None:
-        """The transcript of the player who began."""
+        """Return the transcript of the player that began."""
         return next(iter(self._transcripts.values()), None)
 
     @property
@@ -71,7 +71,7 @@ class Match(Player):
 
     @property
     def said(self) -> int:
-        """Tokens of all players so far."""
+        """Return the number of all players' tokens so far."""
         return sum(each.said for each in self._transcripts.values())
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Match(Player):
         return None
 
     def _begin_turn(self, player: str, state: str | None) -> None:
-        """It is this player's turn: `transcript` is its own, with what it was told meanwhile."""
+        """Begin this player's turn: set `transcript` to its own, with the messages since its last turn."""
         told = self._told.pop(player, [])
         transcript, opening = self._transcripts.get(player), self._openings.get(player)
         if transcript is None:

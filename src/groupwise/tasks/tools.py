@@ -126,7 +126,7 @@ class CallableTool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """In OpenAI's form, as chat templates want it."""
+        """Return the tool in OpenAI's form, which chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -172,7 +172,7 @@ class ToolBox:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """All tools in OpenAI's form."""
+        """Return all tools in OpenAI's form."""
         return [tool.definition for tool in self]
 
     async def call(self, call: Mapping[str, Any]) -> Message:

@@ -63,7 +63,7 @@ class Transcript:
 
     @property
     def said(self) -> int:
-        """Tokens that the policy said."""
+        """Return the number of tokens that the policy sampled."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     def speak(self, completion: Completion, *, trained: bool = True, state: str | None = None) -> Message:
@@ -150,7 +150,7 @@ def _text(message: Message) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters replaced by something that is only seen.
+    """Return `text` with control characters replaced by visible ones.
 
     >>> visible("a\\x1b[31mb\\n")
     'a␛[31mb\\n'

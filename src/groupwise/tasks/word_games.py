@@ -48,7 +48,7 @@ class Wordle:
             raise DataError(f"{words}: {wrong!r} is no word of five letters a to z", hint="one word a line")
 
     def cases(self) -> list[dict[str, Any]]:
-        """Nine words of ten."""
+        """Return nine of ten words."""
         return [{"word": each} for i, each in enumerate(self._words) if i % HELD_OUT]
 
     def eval_cases(self) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ class AlphabetSort:
         self._turns, self._most, self._size, self._power = turns, most, size, power
 
     def cases(self) -> list[dict[str, Any]]:
-        """Nine episodes of ten."""
+        """Return nine of ten episodes."""
         return [{"number": number} for number in range(self._size) if number % HELD_OUT]
 
     def eval_cases(self) -> list[dict[str, Any]]:

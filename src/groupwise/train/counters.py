@@ -20,7 +20,7 @@ def counters_of(learner: Learner) -> dict[str, Any]:
 
 
 def restore_counters(learner: Learner, counters: Mapping[str, Any]) -> None:
-    """Inverse of `counters_of`, but for the reference's."""
+    """Restore the values of `counters_of`, except the reference's."""
     learner.steps, learner.refused_steps = counters["steps"], counters["refused_steps"]
     version, state, gauss = counters["shuffle"]
     learner.shuffle.setstate((version, tuple(state), gauss))

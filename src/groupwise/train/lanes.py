@@ -61,7 +61,7 @@ class ThreadedMicroBatches:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """So many of torch's for the calling thread, until the end of the block."""
+    """Give the calling thread so many of torch's threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -429,13 +429,13 @@ class Learner:
 
     @verb
     def gather_weights(self) -> None:
-        """Full-parameter training: `base` has the trained weights, after this. In one process they are the same
+        """Copy the trained weights into `base`, in full-parameter training. In one process they are the same
         tensors."""
         self.strategy.gather_weights(self)
 
     @verb
     def end_batch(self) -> None:
-        """After the last optimizer step on a rollout batch: the reference follows."""
+        """Update the reference, after the last optimizer step on a rollout batch."""
         self.reference.after_step()
 
     # -- one rollout batch --------------------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ class Learner:
         self.strategy.save(self, directory)
 
     def load(self, directory: Path) -> None:
-        """Inverse of `save`, on a learner made with the same arguments (`load_state`)."""
+        """Load the files of `save`, on a learner made with the same arguments (`load_state`)."""
         self.strategy.load(self, directory)
 
     def load_adapter(self, directory: Path, *, alpha_field: str = "train.lora.alpha") -> None:
@@ -655,8 +655,8 @@ class Learner:
         on_logprobs: Listener | None = None,
         pairs: bool = False,
     ) -> Metrics:
-        """Forward and backward of this process's share of the samples; the metrics are those of all. `term` makes the
-        loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read;
+        """Run forward and backward on this process's share of the samples; the metrics are those of all. `term` makes
+        the loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read;
         `share` is the micro-batch's of the whole, as the loss is reduced and of the loss tokens: what an auxiliary loss
         of routers and its metric are multiplied by. With `pairs`, samples stand in twos, which stay together."""
         mine = self.strategy.share(samples, pairs=pairs)

@@ -65,7 +65,7 @@ def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dic
 
 
 def set_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
-    """Inverse of `moments_of`. Raises TrainingError if another kind of optimizer kept them."""
+    """Set the moments from `moments_of`. Raises TrainingError if another kind of optimizer kept them."""
     if not saved:
         optimizer.state.pop(parameter, None)
         return

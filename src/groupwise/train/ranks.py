@@ -109,7 +109,7 @@ class Ranks:
 
     @contextmanager
     def together(self, phase: str) -> Iterator[None]:
-        """Context manager: all ranks are here, and what fails because one goes away says so."""
+        """Wait for all ranks, and name a lost rank in an error inside the block."""
         with self.named(phase):
             self._phases += 1
             self._store.set(f"phase/{self.rank}", str(self._phases))
@@ -118,7 +118,7 @@ class Ranks:
 
     @contextmanager
     def named(self, phase: str) -> Iterator[None]:
-        """Context manager: what fails because another rank is gone is a RankLostError; other errors pass through."""
+        """Raise RankLostError in place of an error that a lost rank caused; other errors pass through."""
         started = time.monotonic()
         try:
             yield
@@ -159,7 +159,7 @@ class Ranks:
                 self._store.add("beat", 1)
 
     def _await(self, key: str) -> None:
-        """Until the store has the key. Raises DistError where rank 0's heart stands still, or the store is gone."""
+        """Wait until the store has the key. Raises DistError if rank 0's heartbeat stops, or the store is gone."""
         watch = _Watch(self._store, key)
         while not watch.over.wait(self.deadline_s / 8):
             if time.monotonic() - watch.alive_at > self.deadline_s:

@@ -96,7 +96,7 @@ class Reference:
 
     @contextmanager
     def active(self) -> Iterator[PreTrainedModel]:
-        """Context manager: the model that computes the reference, without dropout. No backward pass may run inside.
+        """Yield the model that computes the reference, without dropout. No backward pass may run inside the block.
 
         Raises:
             TrainingError: `begin` has not been called.
@@ -137,7 +137,7 @@ class Reference:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Inverse of `tensors` and `counters`.
+        """Load the values of `tensors` and `counters`.
 
         Raises:
             TrainingError: another kind of reference was saved.

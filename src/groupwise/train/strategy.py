@@ -85,7 +85,7 @@ class SingleProcess:
         """Cut the model into parts, before anything holds its parameters."""
 
     def announced(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Context manager: a verb is being done; the other processes have been told to do it, too."""
+        """Announce a verb to the other processes, which then do it, too, during the block."""
         return nullcontext()
 
     # -- a batch -------------------------------------------------------------------------------------------------------
@@ -118,11 +118,11 @@ class SingleProcess:
     # -- forward, backward, step ---------------------------------------------------------------------------------------
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Around forward passes without a graph."""
+        """Return the context for forward passes without a graph."""
         return nullcontext()
 
     def forward_and_backward(self) -> AbstractContextManager[None]:
-        """Around forward passes with a graph, and their backward passes."""
+        """Return the context for forward passes with a graph, and their backward passes."""
         return nullcontext()
 
     def logprobs(
@@ -132,7 +132,7 @@ class SingleProcess:
         return (packed_logprobs if packed else plain_logprobs)(model, batch, temperature=temperature)
 
     def turn(self) -> AbstractContextManager[object]:
-        """Context manager: wait for a processor on which this learner computes a micro-batch by itself, and take it."""
+        """Wait for a processor on which this learner computes a micro-batch alone, and hold it for the block."""
         return nullcontext()
 
     def passed(self, learner: Learner, batch: MicroBatch, temperature: float, token_loss: TokenLoss) -> Passed | None:
@@ -149,28 +149,28 @@ class SingleProcess:
         """Raise ConfigError where no copy of the model can be kept."""
 
     def gather_weights(self, learner: Learner) -> None:
-        """Full-parameter training: `learner.base` has the trained weights, after this."""
+        """Copy the trained weights into `learner.base`, in full-parameter training."""
 
     def stream_weights(self, learner: Learner, take: TakeTensor | None) -> None:
-        """`Learner.stream_weights`."""
+        """Do `Learner.stream_weights`."""
         if take is not None:
             for name, tensor in checkpoint_tensors(learner.model):
                 take(name, tensor)
 
     def save_adapter(self, learner: Learner, directory: Path) -> None:
-        """`Learner.save_adapter`."""
+        """Do `Learner.save_adapter`."""
         learner.write_adapter(directory)
 
     def save(self, learner: Learner, directory: Path) -> None:
-        """`Learner.save`."""
+        """Do `Learner.save`."""
         save_state(learner, directory)
 
     def load(self, learner: Learner, directory: Path) -> None:
-        """`Learner.load`."""
+        """Do `Learner.load`."""
         load_state(learner, directory)
 
     def after_load_adapter(self, learner: Learner) -> None:
-        """This process has read an adapter: the others get it, where only this one did."""
+        """Give an adapter that only this process has read to the others."""
 
     def check_alike(self, learner: Learner) -> None:
         """Raise ConfigError where processes have different models or versions."""

@@ -97,12 +97,12 @@ class TrainingBatch:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
+        """Return the number of optimizer steps."""
         return len(self.step_rows)
 
     @cached_property
     def step_rows(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-        """Rows of each optimizer step: of the samples, and of the demonstrations."""
+        """Return the rows of each optimizer step: of the samples, and of the demonstrations."""
         return list(zip_longest(chain.from_iterable(self.passes), chain.from_iterable(self.shown), fillvalue=()))
 
     def step_samples(self, step: int) -> list[Sample]:

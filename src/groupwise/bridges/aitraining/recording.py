@@ -191,7 +191,7 @@ class RecordingPolicy:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Each conversation's turns in order, that of the first turn first."""
+        """Return each conversation's turns in order; the conversation of the first turn comes first."""
         with self._lock:
             return tuple(turn for line in self._lines for turn in line)
 
@@ -207,7 +207,7 @@ class RecordingPolicy:
         return self._asking.waiting
 
     def close(self) -> None:
-        """Nothing is answered or recorded any more, and what is under way is given up."""
+        """Stop answering and recording, and give up requests under way."""
         self._asking.close()
 
     # -- what model code looks at --------------------------------------------------------------------------------------
@@ -237,15 +237,15 @@ class RecordingPolicy:
         return False
 
     def eval(self) -> RecordingPolicy:
-        """Nothing: dropout is off."""
+        """Do nothing: dropout is off."""
         return self
 
     def train(self, mode: bool = True) -> RecordingPolicy:
-        """Nothing: dropout stays off."""
+        """Do nothing: dropout stays off."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> RecordingPolicy:
-        """Nothing: the model stays where it is."""
+        """Do nothing: the model stays on its device."""
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
@@ -387,7 +387,7 @@ class RecordingPolicy:
 
 
 def _matrix(ids: Any) -> Tensor:
-    """Token ids [rows, tokens]. Raises EnvError."""
+    """Return token ids [rows, tokens]. Raises EnvError."""
     import torch
 
     try:

@@ -124,7 +124,7 @@ class ThreeMethodRollouts:
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds no resources."""
 
     async def _in_turn(self, prompt: Prompt, first: Completion, number: int, mode: _Mode) -> Rollout:
         async with self._slots.take(1):

@@ -106,7 +106,7 @@ def datums_of(message: Any, *, vision: Vision | None = None, most: int = MOST_TO
 
 
 def widths_of(message: Any) -> list[int | None]:
-    """K of every datum whose targets are [N, K], None where they are [N]; of a message that `datums_of` took."""
+    """Return K for every datum with targets [N, K], None for targets [N], of a message that `datums_of` has read."""
     shapes = [list(each.loss_fn_inputs[TARGETS].shape) for each in message.data]
     return [shape[1] if len(shape) == 2 else None for shape in shapes]
 
@@ -179,7 +179,7 @@ def _wanted(loss: str) -> tuple[str, ...]:
 
 
 def _ratio_mask(inputs: dict[str, Any], where: str) -> Any:
-    """gspo's mask. An advantage outside it would be trained by a ratio that it is not a part of."""
+    """Return gspo's mask. Raises for an advantage outside it, whose token is not a part of the ratio."""
     if SEQUENCE_MASK not in inputs:
         raise RequestError(f"{where} has no {SEQUENCE_MASK}, which gspo reads", hint="1 where the policy spoke")
     mask = (inputs.pop(SEQUENCE_MASK) != 0).astype(float)
@@ -278,7 +278,7 @@ class _Sampled:
 
     @property
     def size(self) -> int:
-        """Bytes in memory, about."""
+        """Return the approximate bytes in memory."""
         kept = self.kept
         return ENTRY + self.ids_T.nbytes + self.logprobs_T.nbytes + len(kept.kinds + kept.lengths + kept.words)
 
@@ -410,7 +410,7 @@ def encode_output(
 
 
 def wire_metrics(metrics: Mapping[str, float], *, loss: float) -> dict[str, float]:
-    """Our metrics under names that say how chunks combine; `loss:sum` is the loss itself."""
+    """Return our metrics under names that say how chunks combine; `loss:sum` is the loss itself."""
     named = {f"{name}:{_reduction(name)}": value for name, value in metrics.items() if name != "loss/policy"}
     return {"loss:sum": loss, **named}
 

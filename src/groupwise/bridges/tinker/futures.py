@@ -214,7 +214,7 @@ class Turns:
             self._start()
 
     def forgive(self) -> str | None:
-        """`gap`, which is told once."""
+        """Return `gap`, once: the next call returns None."""
         gap, self.gap = self.gap, None
         return gap
 
@@ -239,7 +239,7 @@ class Turns:
             self._timer = asyncio.get_running_loop().call_later(self._gap_s, self._pass_over)
 
     def _pass_over(self) -> None:
-        """Go on with the first that is there."""
+        """Continue with the first request that has arrived."""
         first = min(self._waiting)
         numbers = f"seq_id {self.due}" + (f" to {first - 1}" if first > self.due + 1 else "")
         self.gap = f"{numbers} did not come within {self._gap_s:g} s"

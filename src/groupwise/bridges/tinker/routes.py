@@ -178,7 +178,7 @@ async def dynamic_config(http: Request) -> Any:
 
 @router.post("/telemetry")
 async def telemetry(http: Request) -> Any:
-    """Taken, and not kept."""
+    """Accept telemetry and discard it."""
     return {"status": "accepted"}
 
 
@@ -285,7 +285,7 @@ async def get_info(http: Request) -> Any:
 
 @router.post("/forward_backward")
 async def forward_backward(http: Request) -> Any:
-    """Protobuf; of packages before 0.23 JSON."""
+    """Accumulate a gradient. The body is protobuf, from packages before 0.23 JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == JSON:
         return await _in_turn(http, ForwardBackwardBody, _from_json(tinker_of(http)))

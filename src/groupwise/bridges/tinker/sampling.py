@@ -501,7 +501,7 @@ def _encode_targets(message: Any, values_C: Any, given: bodies.TargetIds) -> Non
 
 
 def _encode_top(message: Any, rows: Sequence[Top], k: int) -> None:
-    """Rows of (id, log-probability), likeliest first, each filled up to `k`."""
+    """Encode rows of (id, log-probability), likeliest first, each padded to `k`."""
     filled = [[*row, *[(NO_TOKEN, NO_LOGPROB)] * (k - len(row))][:k] for row in rows]
     message.token_ids = np.asarray([[id for id, _ in row] for row in filled], "<i4").tobytes()
     message.logprobs = np.asarray([[logprob for _, logprob in row] for row in filled], "<f4").tobytes()

@@ -342,7 +342,7 @@ class Models:
                 client.service.close(wait=False)
 
     async def in_training(self, model: TrainedModel, work: Callable[[TrainingClient], T]) -> T:
-        """`work` between two of the model's requests, in the thread that trains."""
+        """Run `work` between two of the model's requests, in the training thread."""
         trainer = model.trainer
         return await trainer.service.submit(lambda: work(trainer))
 

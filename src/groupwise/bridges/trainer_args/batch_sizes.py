@@ -57,12 +57,12 @@ class Sizes:
 
     @property
     def step(self) -> int:
-        """Completions per optimizer step."""
+        """Return the completions per optimizer step."""
         return self.micro * self.accumulate * self.processes
 
     @property
     def rollout(self) -> int:
-        """Completions per rollout batch."""
+        """Return the completions per rollout batch."""
         return max(self.step, self.generation or self.step)
 
     @property

@@ -93,7 +93,7 @@ class RolloutFuncRollouts:
         return [group(at) for at in range(len(prompts))]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds no resources."""
 
     async def _play(self, batch: _Batch) -> list[RolloutGroup]:
         async with self._slot.take(1):

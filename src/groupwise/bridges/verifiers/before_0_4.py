@@ -88,7 +88,7 @@ def _loader(environment: str, folder: str | None) -> Any:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Context manager: what becomes of Ctrl-C and SIGTERM may be changed; afterwards it is the run's again."""
+    """Let the block change the handlers of Ctrl-C and SIGTERM, and restore the run's afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -191,7 +191,7 @@ def _is_seat(default: Any) -> bool:
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`, section by section."""
+    """Merge `over` into `base`, section by section."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)

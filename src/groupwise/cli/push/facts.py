@@ -67,12 +67,12 @@ class Facts:
 
     @property
     def kind(self) -> str:
-        """The run's `kind`: grpo, sft or dpo."""
+        """Return the run's `kind`: grpo, sft or dpo."""
         return str(self.values.get("kind", "grpo"))
 
     @property
     def dataset(self) -> str | None:
-        """The repository on the hub that the prompts are from; None for a file or an environment."""
+        """Return the hub repository of the prompts; None for a file or an environment."""
         return self.on_hub(self.values.get("data"))
 
     def on_hub(self, data: Any) -> str | None:

@@ -75,7 +75,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """Without the one character that could begin markup."""
+    """Return JSON without the only character that could begin markup."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

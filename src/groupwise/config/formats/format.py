@@ -76,7 +76,7 @@ class ConfigFormat:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The system's keys, in the order of the table."""
+        """Return the system's keys, in the order of the table."""
         return keys_of(self.table)
 
 

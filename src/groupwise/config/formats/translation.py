@@ -98,7 +98,7 @@ class Translation:
         return self._paths.get(name, parse_keys(name))
 
     def stand_in(self, name: str, other: str) -> None:
-        """`other` says what `name` would, if only `other` is given."""
+        """Let `other` stand in for `name`, if only `other` is given."""
         if self.given(other) and not self.given(name):
             self.values[name], self._paths[name] = self.values[other], self._paths[other]
 
@@ -142,7 +142,8 @@ class Translation:
         self.differs.append(Note(place=self.place(name), text=what))
 
     def refuse(self, name: str, why: str, *, instead: str | None = None) -> None:
-        """Not here. `instead` is the override that makes it run; by default the key's removal."""
+        """Refuse a key that Groupwise does not have. `instead` is the override that makes the run work; by default the
+        removal."""
         keys = self.written_at(name)
         instead = f"{dotted(keys)}=null" if instead is None else instead
         self.refused.append(Note(place=self.place(name), text=why, instead=instead))

@@ -92,7 +92,8 @@ class TakesWeights:
 
 
 def server_url(text: str) -> str:
-    """ "http://gpu:8000/v1/" -> "http://gpu:8000": clients are used to write the path. Raises ConfigError."""
+    """Return the URL without the /v1 that many clients write: "http://gpu:8000" for "http://gpu:8000/v1/". Raises
+    ConfigError."""
     url = text.strip().rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)

@@ -126,7 +126,7 @@ class InProcess(VllmServer):
         return [_sampled(each, top=body["logprobs"]) for each in sorted(output.outputs, key=lambda each: each.index)]
 
     def _structured(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-        """`structured_outputs` as vLLM's SamplingParams take them."""
+        """Return `structured_outputs` in the form of vLLM's SamplingParams."""
         if asked is None:
             return {}
         return {"structured_outputs": self._vllm.sampling_params.StructuredOutputsParams(**asked)}

@@ -297,7 +297,7 @@ class VllmEngine:
         return {member.name: member.accepted for member in self._fleet.members}
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """`sample` for callers without an event loop."""
+        """Sample as `sample` does, for callers without an event loop."""
         return [future.result() for future in self.submit(requests)]
 
     # -- requests ------------------------------------------------------------------------------------------------------

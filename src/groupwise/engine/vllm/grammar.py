@@ -37,7 +37,8 @@ class VllmGrammars:
         return self._compiler.prepare(grammar, sender=sender)
 
     def option(self, grammar: Grammar) -> dict[str, str]:
-        """vLLM's `structured_outputs`. Raises GrammarError: it is none, or the model's tokens cannot be kept to one."""
+        """Return vLLM's `structured_outputs`. Raises GrammarError if vLLM does not have the grammar, or the model's
+        tokens cannot be constrained."""
         return {"grammar": lark_text(grammar, self._compiler.tokenizer)}
 
     def mask(self, grammar: Grammar, token_ids: Sequence[int]) -> SamplingMask:

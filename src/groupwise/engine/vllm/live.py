@@ -70,7 +70,7 @@ class LiveVllm(VllmEngine, Scores):
         return futures
 
     def _check_supported(self, params: SamplingParams) -> None:
-        """Everything is."""
+        """Do nothing: every request is supported."""
 
     async def _streamed(self, on_token: TokenSink, job: QueuedRequest) -> list[Completion]:
         request = job.request
@@ -150,7 +150,8 @@ class LiveVllm(VllmEngine, Scores):
         return "; ".join(f"vLLM at {member.name}: {member.why}" for member in self._fleet.members)
 
     def stats(self) -> Mapping[str, int]:
-        """vLLM does not say which requests it has begun: those that it was given are `running`."""
+        """Return the counts of requests. vLLM does not say which it has begun, so all requests that it has count as
+        `running`."""
         running = self._unfinished if self._fleet.up else 0
         return {"running": running, "waiting": self._unfinished - running, "adapters": len(self._leases.versions)}
 

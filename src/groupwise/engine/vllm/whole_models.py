@@ -130,7 +130,7 @@ class WholeModels:
 
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
-        """Context manager in which the newest is not trained further."""
+        """Keep the newest version from being trained further inside the block."""
         while not self._stands.is_set():  # training may have begun again before this went on
             await self._stands.wait()
         self._users += 1

@@ -47,7 +47,7 @@ class Kimi(SectionFormat):
         return f"{self.call_start}functions.{name}:0{ARGUMENTS}"
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Number the calls, and have thoughts where the template looks for them."""
+        """Number the calls, and put thoughts into the field that the template reads."""
         shown, ids, count = list[dict[str, Any]](), dict[str, str](), 0
         for message in messages:
             message = _thought_apart(message)

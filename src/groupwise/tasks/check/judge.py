@@ -121,7 +121,7 @@ def _failures(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _tools(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """Tools as OpenAI's API and the chat templates want them."""
+    """Yield findings about tools that do not have the form of OpenAI's API and the chat templates."""
     names = Counter(str(function_of(tool).get("name")) for each in trial.episodes[:1] for tool in each.prompt.tools)
     for name, count in names.items():
         if count > 1:
@@ -157,7 +157,7 @@ def _no_schema(parameters: Any) -> str:
 
 
 def _sameness(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """Episodes that should have been the same."""
+    """Yield findings about episodes that should have been the same."""
     for when, why in (
         ("again", "the same case, seed and replies"),
         ("at once", "beside other episodes"),
@@ -254,7 +254,7 @@ def _rewards(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _hacks(trial: EnvTrial, best: float) -> Iterator[CheckFinding]:
-    """Canned replies that are paid."""
+    """Yield findings about canned replies that are paid."""
     rows = {row.policy: row for row in _policies(trial)}
     top = max([best, *(row.high for row in rows.values() if row.policy == MODEL and row.high is not None)])
     canned = {name: row for name, row in rows.items() if name != MODEL}

@@ -215,7 +215,7 @@ def grammar_of(grammar: Grammar, names: Mapping[str, str]) -> Grammar:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Blocks of one message as its text: each on a line of its own."""
+    """Return a message's blocks as its text, each on its own line."""
     return "\n".join(texts)
 
 
@@ -303,7 +303,7 @@ class StreamEvent(NamedTuple):
 
 
 def bytes_of(events: Sequence[StreamEvent]) -> bytes:
-    """Events as they are sent."""
+    """Return the events as bytes to send."""
     return b"".join(event.bytes for event in events)
 
 
@@ -328,7 +328,7 @@ class Writer(Protocol):
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ...
 
 

@@ -185,7 +185,7 @@ Input = Annotated[
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Items as messages of the chat form."""
+    """Return items as messages of the chat form."""
     return merged([_message(item) for item in items])
 
 
