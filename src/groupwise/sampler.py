@@ -122,7 +122,7 @@ class Scores(Protocol):
         Args:
             ids: the sequence. Its length may be the whole context.
             first: own log-probabilities are those of `ids[first:]`; 1 to `len(ids)`.
-            top: how many of the likeliest tokens are told for each of these.
+            top: the number of the likeliest tokens that are returned for each of these.
             cells: places (1 to `len(ids) - 1`) and as many token ids: the log-probability of each id in its place,
                 whatever token stands there.
 

@@ -36,7 +36,7 @@ class Algorithm:
 
         Args:
             rewards: two or more, finite, of which two differ; a group of equal rewards has advantages 0.
-            rollouts: whose they are; those that could not be scored are not among them.
+            rollouts: the scored rollouts of these samples; those that could not be scored are left out.
         """
         raise NotImplementedError
 

@@ -96,13 +96,13 @@ def rollout_metrics(
         sampled: the groups drawn for this step, also those that are not trained on; without replayed ones.
         trained: the groups of the batch, with replayed ones.
         advantage: decides whether equal sums of different rewards teach something.
-        weights: of the reward functions, by name; 1 each if it is None. Those of weight 0 are only watched.
-        batch_groups: how many groups a full batch has.
-        staleness: of the fresh groups of the batch: steps since the version that sampled them.
+        weights: the weights of the reward functions, by name; None: 1 each. Functions of weight 0 are only recorded.
+        batch_groups: the number of groups in a full batch.
+        staleness: for each fresh group of the batch, the steps since the version that sampled it.
         used: the groups of the batch as they are in `sampled`; None leaves out what was dropped.
-        token_ages: of stretches of their tokens: steps since the version that drew them, and how many tokens.
-        replayed: how many groups of the batch were trained before.
-        rerolled: how many of `sampled` are of prompts that were tried again.
+        token_ages: for stretches of their tokens, the steps since the version that sampled them, and their number.
+        replayed: the number of the batch's groups that were trained before.
+        rerolled: the number of groups in `sampled` whose prompts were tried again.
         too_long: prompts that were passed over.
     """
     metrics = _rewards(sampled, advantage, weights) | _by_function(sampled, advantage, weights) | _lengths(sampled)

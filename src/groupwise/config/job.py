@@ -96,15 +96,15 @@ class JobAdapterOptions(Section):
     output_name: AdapterName | None = None
     """The adapter to make the next version of; null: the server makes a name up."""
     base_adapter: Annotated[str | None, BeforeValidator(_adapter)] = None
-    """What to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the newest
-    version of `output_name` where there is one, else a fresh adapter."""
+    """The adapter to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the
+    newest version of `output_name` if there is one, else a fresh adapter."""
     auto_load: bool = True
     """Make the new version the active one."""
     weight: int = Field(default=1, ge=1, le=100)
-    """How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
-    many as one of weight 1 of the same tenant."""
+    """The adapter's share of the training if several adapters want more than there is: this many times as many tokens
+    as an adapter of weight 1 of the same tenant."""
     deadline: Annotated[float | str | None, BeforeValidator(_deadline)] = None
-    """When the job is to have ended: seconds from when it is posted, or a time with its offset, as in
+    """The time by which the job should end: seconds from its submission, or a time with its offset, as in
     `2030-01-31T18:00:00Z`. Until then it goes before others of the same tenant, by no more than it would get back."""
 
 
@@ -171,10 +171,10 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     """The estimator of the divergence from the base model: k1, k2, k3, k3_unbiased; null is k3 where `kl_coeff` is
     above 0."""
     kl_coeff: float | None = Field(default_factory=_default_kl_coeff, ge=0)
-    """Its weight; 0 is off. The default is 0.1, and null (off) with another `policy_loss` than grpo."""
+    """The weight of the KL; 0 is off. The default is 0.1, and null (off) with another `policy_loss` than grpo."""
     clip_epsilon: float | None = Field(default_factory=_default_clip_epsilon, ge=0)
-    """How far the ratio may go from 1: `clip_low` and `clip_high`, where these are not given. The default is 0.2, and
-    null (the preset's own) with another `policy_loss` than grpo."""
+    """How far the ratio may go from 1: `clip_low` and `clip_high`, unless these are given. The default is 0.2, and null
+    (the preset's own) with another `policy_loss` than grpo."""
     reduction_length: float | None = None
     """Tokens that `constant` (dr_grpo) divides by, whatever the job's completions have; null is 256, as in a run that
     does not set `rollout.max_tokens`."""
@@ -188,8 +188,9 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     teacher_coefficient: float = Field(default=1.0, gt=0, le=1e6)
     """Weight of `teacher_logprobs` of completions (docs/distillation.md)."""
     router_replay: bool | None = None
-    """In a mixture of experts, train each token with the experts that it was sampled with (docs/mixtures.md): null,
-    where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never."""
+    """In a mixture of experts, whether each token is trained with the experts with which it was sampled
+    (docs/mixtures.md). null: if they are recorded, which the local engine does; true: always, or the job is refused;
+    false: never."""
 
     def loss_overrides(self) -> dict[str, Any]:
         """Return the loss options, with `clip_epsilon` as the two it stands for and `kl_coeff` with its estimator."""

@@ -91,7 +91,7 @@ class TrainConfig(OptimizerConfig):
     decay_steps: int | None = Field(default=None, ge=1)
     """Steps of wsd's fall; null is a fifth of the run."""
     final_rate: float = Field(default=0.0, ge=0, lt=1)
-    """What the learning rate falls to, as a share of its peak."""
+    """The share of its peak to which the learning rate falls."""
     warmup_steps: Steps = Field(default_factory=lambda values: min(5, values.get("steps", 6) - 1))
     """Steps in which the learning rate rises from 0, which the first has; the default is 5, or fewer than `steps`."""
     minibatches: int = Field(default=1, ge=1)
@@ -114,21 +114,21 @@ class TrainConfig(OptimizerConfig):
     """Multiply in bfloat16 over weights, gradients and moments in float32 (autocast), which is how all parameters are
     trained on a GPU: bfloat16 alone has no digits for small steps. Needs `dtype: float32`, which then samples."""
     router_replay: bool | None = None
-    """In a mixture of experts, train each token with the experts that it was sampled with (R3, docs/mixtures.md): null,
-    where the engine records them; true, or refuse the run; false, never."""
+    """In a mixture of experts, train each token with the experts with which it was sampled (R3, docs/mixtures.md).
+    null: if the engine records them; true: always, or the run is refused; false: never."""
     devices: int | None = Field(default=None, ge=1, le=65536)
     """Processes that train together, each with a GPU where there are any (docs/scale.md); null is as many as were
     started, which is one without `groupwise launch`."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What each of several processes has: all weights and a share of the batch, or also a share of the weights only."""
+    """Whether each of several processes has all weights, or a share of them; each trains on a share of the batch."""
     cpu_offload: bool = False
     """With fsdp on GPUs: weights are in the CPU's memory and visit the GPU layer by layer."""
     shard_size: int | None = Field(default=None, ge=2, le=65536)
-    """With fsdp: so many processes, one after another, share one copy of the weights, and groups of them have the same
-    (HSDP). null: those of one machine where there are several, so that weights travel inside of it; else all."""
+    """With fsdp, the number of consecutive processes that share one copy of the weights, with the same copy in each
+    such group (HSDP). null: those of one machine if there are several, so that weights stay inside it; else all."""
     context_parallel_size: int = Field(default=1, ge=1, le=65536)
-    """So many processes, one after another, compute each sequence together: its tokens are dealt out to them, and in
-    attention its heads (Ulysses). For episodes of which one GPU does not hold the activations (docs/scale.md)."""
+    """The number of consecutive processes that compute each sequence together: they divide its tokens, and in attention
+    its heads (Ulysses). For episodes whose activations do not fit on one GPU (docs/scale.md)."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds that processes wait for one another before the run ends with an error that says for whom."""
 
@@ -164,7 +164,7 @@ class EnvConfig(Section):
     side of an episode; an agent or a harness all of it, and asks the policy through an API."""
 
     environment: Text | None = None
-    """`module:Class`; the module may stand beside the config file. Either this ..."""
+    """`module:Class`; the module may be in the config file's folder. Either this ..."""
     agent: Text | None = None
     """... or `module:function` (or a class): a program that plays an episode by itself with an OpenAI client ..."""
     harness: HarnessConfig | None = None
@@ -235,7 +235,7 @@ class ReplayConfig(Section):
     size: int = Field(default=0, ge=0)
     """Groups kept; 0 is off."""
     share: float = Field(default=0.25, gt=0, le=1)
-    """At most this share of a batch."""
+    """The largest share of a batch that is replayed."""
     max_age: int = Field(default=16, ge=1)
     """Steps after which a group is too old."""
 
@@ -244,9 +244,9 @@ class RerollConfig(Section):
     """Prompts on which every completion failed, tried again later."""
 
     max_groups: int = Field(default=0, ge=0)
-    """At most so many a step; 0 is off."""
+    """The most groups that are tried again in a step; 0 is off."""
     start: float = Field(default=0.0, ge=0, lt=1)
-    """From this share of the run on."""
+    """The share of the run from which on prompts are tried again."""
     attempts: int = Field(default=2, ge=1)
     """How often a prompt is tried again."""
     reward: Name | None = None
@@ -278,7 +278,7 @@ class RolloutConfig(Section):
     """Keep what ended a completion in the text that rewards and environments read, as TRL does, which decodes all that
     was sampled. The tokens are trained either way."""
     structured_outputs: StructuredOutputsConfig | None = None
-    """What completions must be, as vLLM says it: only tokens are drawn that lead there, and training is of that
+    """The form of completions, in vLLM's terms: only tokens that can lead to it are sampled, and training uses that
     distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md)."""
     structured_outputs_regex: Text | None = None
     """`structured_outputs.regex`, as TRL calls it."""
@@ -324,9 +324,8 @@ class RolloutConfig(Section):
     begin after it. Each token is recorded with the version and the probability that drew it. Needs `max_staleness`,
     which still counts from the version that a group began with: that of its oldest token."""
     in_flight_cache: Literal["keep", "recompute"] = "keep"
-    """What becomes then of the keys and values of the text so far: `keep` goes on from those of older versions,
-    `recompute` reads it again with the new one, which takes time and leaves sampler and trainer with one policy. vLLM
-    can only recompute."""
+    """The keys and values of the text so far: `keep` continues with those of older versions; `recompute` reads the text
+    again with the new one, which takes time but leaves sampler and trainer with one policy. vLLM can only recompute."""
     concurrency: int | None = Field(default=None, ge=1)
     """Groups sampled or scored at once; null is all that may be."""
     stream_groups: int = Field(default=0, ge=0)
@@ -478,18 +477,18 @@ class RunConfig(Section):
     goes on, too, where `train.steps` asks for more than it did; one that `run_dir` names and that did all of them only
     says its result again."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
-    """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
+    """The folder where `data.source` and functions' modules are looked up first; by default the config file's."""
     stages: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
     """Runs that come first, each from the adapter of the one before: a `name`, and the keys in which it differs from
     this file (docs/tutorials/examples_to_rewards.md)."""
     chat: ChatConfig = ChatConfig()
-    """How conversations become tokens: the chat template, and what it is told."""
+    """How conversations become tokens: the chat template and its variables."""
     data: DataConfig | None = None
     """The prompts to train on; an environment with a method `cases` needs none."""
     eval: EvalConfig | None = None
     """null does not evaluate."""
     promote: PromoteConfig | None = None
-    """What a version must pass to become the run's active one; null makes the newest active (docs/evaluation.md)."""
+    """The tests that a version must pass to become active; null makes the newest active (docs/evaluation.md)."""
     rewards: Rewards = ()
     """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
@@ -497,7 +496,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
     engine: Engine = "local"
-    """What samples: `local`, in this process over the trainer's own weights, or `vllm`."""
+    """The engine that samples: `local`, in this process over the trainer's own weights, or `vllm`."""
     vllm: VllmConfig = VllmConfig()
     """How vLLM is reached or run."""
     env: EnvConfig | None = None
@@ -513,7 +512,7 @@ class RunConfig(Section):
     adapters: AdaptersConfig = AdaptersConfig()
     """The versions that training publishes."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What a run that was killed goes on from."""
+    """The checkpoints from which a killed run continues."""
     tracking: TrackingConfig = TrackingConfig()
     """Where metrics go."""
     launcher: Launcher = LauncherConfig()

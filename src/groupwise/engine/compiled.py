@@ -148,10 +148,10 @@ class Compiled:
 
     Args:
         backbone: it runs what is not compiled.
-        bank: whose batch is selected.
-        threads: of torch, in a step.
+        bank: the adapters of the selected batch.
+        threads: torch's threads in a step.
         vary: whether some steps have fewer.
-        record: what records steps; None: on a GPU CUDA graphs, else nothing.
+        record: the recorder of steps; None: CUDA graphs on a GPU, else no recorder.
     """
 
     def __init__(

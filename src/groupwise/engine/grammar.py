@@ -74,7 +74,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps those that were used last. For any thread.
 
     Args:
-        vocabulary: how many logits there are, V.
+        vocabulary: the number of logits, V.
         eos_ids: the ids that end a turn.
     """
 

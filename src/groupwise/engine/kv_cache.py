@@ -346,7 +346,7 @@ class Apart:
     """Products of rows with their prompts, slot by slot; for many new tokens a row, where each product is large anyway.
 
     Args:
-        slots: of each row.
+        slots: the slots of each row.
         shared: the first tokens of its slot that each row has; the rest of a longer one is hidden from it.
         lengths: tokens in each slot.
     """

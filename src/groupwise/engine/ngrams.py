@@ -34,7 +34,7 @@ class History:
 
     Args:
         prompt: token ids, at least one.
-        ngrams: those of the prompt.
+        ngrams: the n-grams of the prompt.
     """
 
     def __init__(self, prompt: Sequence[int], ngrams: Ngrams):

@@ -66,10 +66,10 @@ class PackedDecoder(DecodedRows):
     """Decodes in packed rows.
 
     Args:
-        past: where conversations are kept that may go on.
+        past: the cache of conversations that may continue.
         draft_tokens: most tokens of a row that are guessed and checked in one step; 0 guesses none.
         compile: compile the dense parts of decode steps; None: where that is worth it (`compiled.compiles`).
-        threads: of torch, in the calling thread: how many there are now.
+        threads: returns torch's present number of threads in the calling thread.
     """
 
     def __init__(

@@ -73,11 +73,11 @@ class WorkerGroup:
     """A group of `size` workers made by `start`, all started in the background when the group is made.
 
     Args:
-        what: what to call one in messages: "engine".
+        what: the name of a worker in messages: "engine".
         first: the number of the first slot.
         again: whether a call that its worker did not live to answer is made again; else it raises WorkerLost.
         setup: the calls that each must answer before it gets others, by a key, in order.
-        restarts: how often in a row the worker of a slot may be lost without having answered anything.
+        restarts: how often in a row a slot's worker may be lost without having answered once.
         timeout_s: seconds for a call of `setup`, the first of which waits for the worker's start.
     """
 

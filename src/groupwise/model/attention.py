@@ -213,7 +213,7 @@ class Lines:
 
     Args:
         lengths: tokens of each line; the lines stand one after another in the packed row.
-        places: for each line its prompt and its place among the lines of that prompt.
+        places: for each line, its prompt and its position among the lines of that prompt.
         owners: of each prompt, ascending from 0; None: all have one.
     """
 

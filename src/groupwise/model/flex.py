@@ -53,7 +53,7 @@ class Forest:
     Args:
         enter: each token's number, depth-first.
         leave: the first number after those that the token is visible to.
-        positions: where each token stands in its rows; sliding windows count in these.
+        positions: each token's position in its rows, in which sliding windows count.
         segments: makes the segments of the row, for recurrent layers.
     """
 

@@ -60,7 +60,7 @@ class StepSize:
     """Forward and backward passes."""
     optimizer_steps: int
     epochs: float | None
-    """Times the dataset is gone through in the whole run; None where nobody knows how many rows it has."""
+    """Passes over the dataset in the whole run; None if the number of rows is not known."""
 
 
 def step_size(

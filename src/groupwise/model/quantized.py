@@ -34,7 +34,7 @@ def bits_config(kind: str, dtype: torch.dtype, *, keep: list[str]) -> BitsAndByt
 
     Args:
         kind: `nf4` or `int8`.
-        dtype: of everything that is not quantised.
+        dtype: the type of everything that is not quantised.
         keep: full names of the linear layers that are not quantised.
 
     Raises:

@@ -55,7 +55,7 @@ class States(Protocol):
         """`rule` along each row of tokens -> its outputs [S, ...].
 
         Args:
-            inputs: of each token [S, ...].
+            inputs: the inputs of each token [S, ...].
             idle: what each input is where there is no token, so that the rule leaves the state as it is.
         """
         ...

@@ -90,7 +90,7 @@ class Vision:
     Args:
         model: transformers' model of images and text.
         make_processor: makes its processor.
-        settings: what the processor was made of, as processor_config.json has it.
+        settings: the processor's settings, as in processor_config.json.
 
     Without its model, as it is pickled with a tokenizer, it still makes token ids of images; one process may do that,
     and another, with the same shelf, compute them.

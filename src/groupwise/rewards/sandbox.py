@@ -83,7 +83,7 @@ class Limits:
     processes: int = 32
     open_files: int = 64
     output_bytes: int = 1 << 20
-    """Of stdout, and of stderr; a program that prints more is ended."""
+    """The most bytes of stdout, and of stderr; a program that prints more is ended."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -121,7 +121,7 @@ class Isolation:
     own_user: bool
     """The program is another user than the owner (who is root)."""
     filtered: bool = False
-    """No sockets but Unix', no new namespaces, no memory beside the address space."""
+    """No sockets but Unix', no new namespaces, no memory outside the address space."""
     group: str | None = None
     """The control group in which each box has one of its own; None where there is none to be had."""
     reason: str = ""

@@ -112,7 +112,7 @@ class Batches:
         source: the prompts; each is resolved once it was trained on or given up.
         play: makes a group of each.
         score: a group with its rewards; failures are in it, not raised.
-        weights: of the reward functions, by name; 1 each if it is None.
+        weights: the weights of the reward functions, by name; None: 1 each.
         keep_flat: groups of equal rewards have a gradient too, through another term of the loss.
     """
 

@@ -96,7 +96,7 @@ class Wanted:
         outcomes: a file of outcomes.
         truth: a file of verified answers.
         reward: `module:function` with its `options`, where no rule of the log's is to teach.
-        gain: by how much a mean score must be better for a replacement to be worth it.
+        gain: the difference of mean scores from which on a replacement is worth it.
         overrides: KEY=VALUE of the run.
     """
 

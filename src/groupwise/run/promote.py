@@ -40,9 +40,9 @@ class Promotion:
     """Judges the versions of one run. `promoted` is the last one that passed.
 
     Args:
-        temperature: at which mode sampled samples.
-        looks: how many versions are to be evaluated.
-        prompts: on how many prompts.
+        temperature: the temperature of mode sampled.
+        looks: the number of versions that will be evaluated.
+        prompts: the number of evaluated prompts.
     """
 
     def __init__(

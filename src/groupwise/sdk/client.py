@@ -401,7 +401,7 @@ class Client(Blocks, _Calls):
     Args:
         url: default: GROUPWISE_URL, or http://127.0.0.1:8420.
         api_key: default: GROUPWISE_API_KEY; "" for none.
-        retries: how often a call may be sent again, where that is safe.
+        retries: how often a call may be sent again, if that is safe.
         note: told, in a sentence, when something is waited for.
     """
 

@@ -299,7 +299,7 @@ class MakeLossFn(Protocol):
         prompt_len: tokens of each prompt, or of all.
         inf_logprobs: the sampler's, in any order of `sdk.alignment`.
         prox_logprobs: the trainer's before the batch's first step; None: those of the call.
-        knobs: those of the loss, as `kl_beta` of `grpo_loss`.
+        knobs: the loss's options, such as `kl_beta` of `grpo_loss`.
 
     Raises:
         DataError: lengths that disagree.

@@ -174,9 +174,9 @@ class DeploymentSampler:
         Args:
             top_p, top_k: draw from a part of the vocabulary, which the local engine records (`kept`); completions
                 of other engines have no log-probabilities then, and are not for policy losses.
-            grammar: what each completion must be text of, as in `Grammar.of_json(schema)`; the same holds for these.
-            seed: of this call; None: the sampler's, and the number of the call.
-            echo: with the log-probabilities of the prompt too, which costs a forward.
+            grammar: the grammar of each completion, as in `Grammar.of_json(schema)`; the same holds for its tokens.
+            seed: the seed of this call; None: derived from the sampler's seed and the number of the call.
+            echo: return the log-probabilities of the prompt, too, which costs a forward.
             version: one that is loaded; None: the one that is served now.
 
         Raises:

@@ -50,9 +50,9 @@ class Generation:
     """Requests in the engine for one client. Make it in the event loop; `cancel` it when done with it, always.
 
     Args:
-        timeout_s: how long the requests may take, from `began`.
+        timeout_s: the seconds that the requests may take, from `began`.
         stream: keep tokens for `next`; otherwise there are only the `completions`.
-        first_token_s: how long a stream may wait for its first token, from `began`.
+        first_token_s: the seconds that a stream may wait for its first token, from `began`.
         began: the event loop's time; None is now.
 
     Raises:

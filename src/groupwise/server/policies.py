@@ -192,10 +192,10 @@ class Policies:
 
     Args:
         base: the model under all adapters; an adapter of another one is refused.
-        served_name: what `model` may say instead of nothing at all.
+        served_name: the name that `model` may have for the active version.
         max_loaded: adapters kept in the engine besides the active one. Those that no request uses are unloaded, the
             one unused for longest first; where all are in use, requests for another one wait.
-        max_waiting: how many requests may wait so; further ones are turned away.
+        max_waiting: the most requests that may wait for room; further ones are refused.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class WithRun:
     """ASGI application: a live server, and under /run what `groupwise ui` shows of the run that it serves.
 
     Args:
-        served: what the run's adapter is called in the server's store; None if it has published none.
+        served: the name of the run's adapter in the server's store; None if the run has published none.
     """
 
     def __init__(self, app: FastAPI, run_dir: Path, config: ServeConfig, *, gate: Gate, served: PolicyVersion | None):

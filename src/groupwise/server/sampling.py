@@ -208,7 +208,7 @@ class Admissions:
     Args:
         usage: counts what named keys use, and bounds it.
         gate: offers answers to a version that is on trial as a shadow; None without a gate.
-        under_way: how many requests for completions each address has. For the event loop.
+        under_way: the number of requests for completions of each address. For the event loop.
     """
 
     config: ServeConfig

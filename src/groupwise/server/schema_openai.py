@@ -212,9 +212,9 @@ class Sampling(PolicyChoice):
     return_tokens_as_token_ids: Annotated[Any, Unsupported(False, hint="use return_token_ids")] = None
 
     response_format: ResponseFormat | None = None
-    """What the answer must be: OpenAI's name for it."""
+    """The required form of the answer, under OpenAI's name."""
     structured_outputs: StructuredOutputs | None = None
-    """What the answer must be: vLLM's name for it. One of these six fields may be given."""
+    """The required form of the answer, under vLLM's name. Only one of these six fields may be given."""
     guided_json: str | JsonObject | None = None
     """`structured_outputs.json`, as vLLM called it before."""
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
@@ -271,7 +271,7 @@ class ShapedSampling(Sampling):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     """The same times how often it has it; default 0."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    """What prompt or completion have is made less likely by this factor of its logit; default 1, off."""
+    """The factor of the logit by which tokens of the prompt or completion become less likely; default 1, off."""
     logit_bias: LogitBias | None = None
     """Token id -> what is added to its logit; -100 and 100 all but ban and force it."""
     min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
@@ -279,7 +279,7 @@ class ShapedSampling(Sampling):
     include_stop_str_in_output: bool | None = None
     """Leave the stop string, or the text of the stop token id, in the text."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """Keep only so many of the last tokens of a prompt; -1: as many as fit beside what is asked for."""
+    """Keep only this many of the last tokens of a prompt; -1: as many as fit with the requested tokens."""
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -326,7 +326,7 @@ class ChatRequest(ShapedSampling, OpenRequest):
     logprobs: bool | None = None
     """Report the log-probability of each token, after temperature."""
     top_logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
-    """Report this many likeliest tokens beside each."""
+    """Report this many likeliest tokens with each sampled one."""
     chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
     """Whether the reply goes on with the last message, where that is the assistant's; by default it does. With false it

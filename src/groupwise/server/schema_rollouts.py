@@ -57,7 +57,8 @@ class RolloutPage(Answer):
     rows: list[RolloutRow]
     next: int | None
     newest: int | None = absent()
-    """Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later."""
+    """A cursor to the newest completion that was sampled here (not of a job): send it as `since` to get only later
+    ones."""
 
 
 class FacetCount(Answer):
@@ -76,9 +77,9 @@ class RolloutFacets(Answer):
     versions: list[FacetCount]
     finish_reasons: list[FacetCount]
     steps: list[int]
-    """Of a run, newest first: every step that has completions."""
+    """For a run, every step that has completions, newest first."""
     tags: dict[str, list[FacetCount]]
-    """Of a run: the prompts' other columns that have few values, by name."""
+    """For a run, the prompts' other columns with few values, by name."""
 
 
 Sort = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
@@ -106,7 +107,7 @@ class RolloutGroupDetail(Answer):
     prompt: str
     prompt_token_ids: list[int]
     images: list[str | None] | None = absent()
-    """Of a prompt with images, in order: the address of each on this server; null where it is not kept any more."""
+    """For a prompt with images, in order, the address of each on this server; null if the image is no longer kept."""
     rollouts: list[RolloutDetail]
 
 

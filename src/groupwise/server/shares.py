@@ -55,7 +55,7 @@ def within_shares(
     """Return what a job of at most `most` groups may take of these, the first of them first.
 
     Args:
-        raters: who gave each rating, by its number; None is one rater, too.
+        raters: the rater of each rating, by its number; None counts as one rater, too.
         asked: prompts that were asked lately, each once.
         share: `learn.max_share`.
     """

@@ -314,7 +314,7 @@ class TenantShown(Answer):
     jobs_waiting: int
     jobs_running: int
     weight: int
-    """How much of the training it gets beside others."""
+    """The tenant's weight when tenants share the training."""
 
 
 class TenantList(Answer):

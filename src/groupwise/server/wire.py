@@ -142,7 +142,7 @@ class ErrorBody(Answer):
     """Describes an error. `code` is stable and for programs; `hint` says what to do."""
 
     message: str
-    """What happened, the offending value, and what would be valid."""
+    """What happened, the offending value, and the valid values."""
     type: str
     """The kind of error, in OpenAI's words: invalid_request_error, authentication_error, rate_limit_error, ..."""
     param: str | None

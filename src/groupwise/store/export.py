@@ -45,7 +45,7 @@ def export_model(policy: TrainedPolicy, dest: Path, *, format: str, dtype: str =
     """Write the policy as a whole model to `dest`, which must not exist (a directory may be empty); all or nothing.
 
     Args:
-        policy: its base model and adapter, if it has one.
+        policy: the policy's base model, and its adapter, if it has one.
         format: `merged` or `gguf`.
         dtype: `float32`, `bfloat16`, `float16`, with gguf also `q8_0`; `auto` is the type of the base model's files.
 

@@ -149,8 +149,8 @@ class Masking:
     """Masks text and configurations; `counts` is how often each rule took something out so far, `count` all together.
 
     Args:
-        environ: whose values are secrets where their names say so.
-        rules: what else is masked, the first that fits.
+        environ: environment variables, whose values are secrets if their names say so.
+        rules: further masks; the first one that fits applies.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, *, rules: Sequence[Rule] = SECRETS):

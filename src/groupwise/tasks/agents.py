@@ -121,11 +121,11 @@ class AgentResult:
     """Result of an agent's episode.
 
     Args:
-        turn_rewards: what each answer was worth besides, in their order; empty for none.
-        columns: what reward functions get of it by name.
+        turn_rewards: additional rewards of the answers, in order; empty for none.
+        columns: columns for reward functions, by name.
         stop: why the episode ended, where that was not the agent's own doing.
         failure: it failed, and is worth what `env.on_error` says.
-        ending: how it ended, for messages.
+        ending: how the episode ended, for messages.
     """
 
     reward: float | None = None

@@ -35,10 +35,10 @@ class PlayParts:
     """The parts with which episodes are played.
 
     Args:
-        run: how training samples.
+        run: training's sampling parameters.
         scored: reward functions score the episodes too.
         recorded: the engine records which tokens were left to draw from.
-        envs: what `open_envs` returned.
+        envs: the result of `open_envs`.
     """
 
     engine: Sampler

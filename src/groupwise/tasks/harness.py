@@ -163,7 +163,7 @@ class Harness:
     """Plays episodes: each call is one, and returns what it came to. It may be called by many tasks at once.
 
     Args:
-        folder: where relative paths of the configuration begin.
+        folder: the folder at which relative paths of the configuration begin.
         timeout_s: seconds that a program may take, the policy's answers included.
         keeps: workspaces stay until `release`, for reward functions; otherwise they go when the episode ends.
     """

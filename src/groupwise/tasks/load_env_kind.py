@@ -15,7 +15,7 @@ def load_env_kind(config: EnvConfig, *, folder: Path, model: str, scored: bool) 
     """Return the kind of environment, before the model is loaded.
 
     Args:
-        folder: where relative paths and modules of the configuration begin.
+        folder: the folder at which relative paths and modules of the configuration begin.
         model: the run's, whose tokenizer some need to make their prompts.
         scored: reward functions score the episodes too.
 

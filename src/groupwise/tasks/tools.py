@@ -96,7 +96,7 @@ class CallableTool:
 
         Args:
             time_limit_s: seconds that a call may take.
-            thread: where a function that is not async runs, instead of a thread of its own.
+            thread: the executor of functions that are not async, instead of separate threads.
 
         Raises:
             ConfigError: a parameter has no type hint, no schema, or cannot be passed by name.

@@ -36,7 +36,7 @@ class Wordle:
 
     Args:
         words: a file with a word a line, from `folder` on; by default 463 common words.
-        guesses: how many there are.
+        guesses: the number of guesses.
 
     Raises DataError for a file that is not there or has other lines.
     """
@@ -105,9 +105,9 @@ class AlphabetSort:
 
     Args:
         names: a file with a name a line, from `folder` on; by default four hundred made-up ones.
-        turns, most: how many turns an episode has, and how many names come in one at most.
-        size: how many episodes there are.
-        power: of the likeness; above 1, nearly right is worth less.
+        turns, most: the number of turns in an episode, and the most names in a turn.
+        size: the number of episodes.
+        power: the exponent of the likeness; above 1, nearly right answers get less.
 
     Raises DataError for a file that is not there or is empty.
     """

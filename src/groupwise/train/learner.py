@@ -106,11 +106,11 @@ class Learner:
         gradient_checkpointing: compute a layer's activations again in the backward pass; `offload`: and keep its input
             in the CPU's memory until then.
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
-        reference: what KLs are measured against.
-        seed: of the adapter's random half, of dropout and of the minibatch shuffle.
-        threads: of torch, to train with; None: as many as torch has here.
+        reference: the policy against which KLs are measured.
+        seed: the seed of the adapter's random half, of dropout and of the minibatch shuffle.
+        threads: torch's threads for training; None: torch's own number.
         router_replay: whether routers choose the experts of `Sample.routed_experts`, where there are any.
-        strategy: who computes: this process alone, or several that train together (`data_parallel.py`).
+        strategy: trains in this process alone, or in several processes together (`data_parallel.py`).
 
     Raises:
         ConfigError: the adapter does not fit the model, or all parameters are to be trained in 16 bits.

@@ -44,7 +44,7 @@ class Ranks:
     """This process among the others. Made by `join`; `close` it.
 
     Args:
-        store: where orders are announced and the heart of rank 0 beats.
+        store: the store for orders and for rank 0's heartbeat.
         deadline_s: seconds that every rank has to come to a phase.
     """
 

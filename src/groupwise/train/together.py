@@ -83,7 +83,7 @@ class JointPasses:
     """Computes what waits, `at_once` passes at a time: as many as the process has processors.
 
     Attributes:
-        counts: of the passes so far.
+        counts: counts of the passes so far.
         turns: taken by a thread for each pass, for each micro-batch that a learner computes by itself, and by
             the engines of the same runs for each decoding step.
         why_not: why its learners compute alone: what a trial found to be different on this processor, if anything.

@@ -63,7 +63,7 @@ class ThreeMethodRollouts:
     """Plays prompts in a `LegacyEnv`; a `RolloutSource`.
 
     Args:
-        run: how training samples; what an environment generates otherwise is not trained.
+        run: training's sampling parameters; text that an environment generates with others is not trained.
         note: is told once of each thing that is odd.
     """
 

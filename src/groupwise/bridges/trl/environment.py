@@ -38,7 +38,7 @@ class TrlEnvironment(ToolEnv):
         factory: `module:callable` without arguments that makes an environment, or several of them by name.
         tools: further tools, as `module:function`.
         time_limit_s: seconds that a tool may take.
-        folder: where the modules may stand; the configuration's.
+        folder: a folder in which the modules may be; the configuration's.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def from_trl(
         data: a Dataset or other rows, what `data.source` takes (a file, a Hugging Face name, module:function), or a
             mapping for all of `data`. Rows are read again by running the script again, not from the command line.
         peft: a LoraConfig, or a mapping of its names; None trains all parameters.
-        overrides: in TRL's words or in ours, as on the command line.
+        overrides: overrides in TRL's names or in ours, as on the command line.
 
     Raises ConfigError for what is not here, and warns of what comes out otherwise.
     """

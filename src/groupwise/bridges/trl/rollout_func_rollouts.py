@@ -46,7 +46,7 @@ class RolloutFuncRollouts:
     """Plays prompts with a `RolloutFunc`.
 
     Args:
-        run: how training samples; what is generated otherwise is not trained.
+        run: training's sampling parameters; text that is generated with others is not trained.
         scored: there are reward functions; without, ConfigError is raised.
         note: is told once of each thing that is odd.
     """

@@ -42,11 +42,12 @@ class TasksetAgent:
     """A taskset of `verifiers` 0.4; one instance plays all episodes.
 
     Args:
-        taskset: its id: a package's, or a module's name.
+        taskset: the taskset's id: the name of a package or of a module.
         config: the environment's configuration, as under `[env]` in verifiers' files.
-        eval_config: what differs in evaluation; None: there is no evaluation set.
-        tasks: how many are taken of a taskset that has no end, and at most of others; None takes all of those.
-        folder: where the module may stand; the configuration's.
+        eval_config: the differences in evaluation; None: there is no evaluation set.
+        tasks: the number of tasks taken from an endless taskset, and the most taken from others; None takes all of
+            those.
+        folder: a folder in which the module may be; the configuration's.
 
     Raises:
         ConfigError: no package `verifiers` of 0.4, no such taskset, a configuration that it refuses, or an environment

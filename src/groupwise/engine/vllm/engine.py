@@ -109,7 +109,7 @@ class VllmEngine:
         reloads: all parameters are trained, and `adopt` hands over whole models.
         write: writes the weights of `base` as they are now into a directory; None: its model has them.
         stream: gives every tensor of them, by its name in the checkpoint; None: as with `write`.
-        device: where weights are sent from (None: the base's).
+        device: the device from which weights are sent (None: the base's).
         merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
         patient, rows: see `vllm.fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).

@@ -71,7 +71,7 @@ class Handshake:
     Args:
         base: the trainer's model.
         gaps: compares with its weights.
-        shelf: where probes are laid.
+        shelf: the directory for probe adapters.
         targets: modules that adapters change; the probes change the last of them. None: it serves none.
         slots: adapters that a server holds at once.
     """

@@ -74,14 +74,14 @@ class ReplyFormat(ABC):
     """A format in which a family of models writes replies.
 
     Attributes:
-        name: what it is called, in pages and reports.
+        name: the format's name in pages and reports.
         start: the marker with which calls begin.
         end: the marker that closes them; empty where calls go on until the reply ends.
-        thought: what stands around a thought.
+        thought: the markers around a thought.
         thinks_unasked: whether a reply may begin with a thought where the template has thoughts and no switch for them.
         thoughts_apart: whether the template looks for earlier thoughts in a field of the message, not in its content.
-        answer_head: what stands in front of an answer.
-        writes: what writes calls as a grammar.
+        answer_head: the text in front of an answer.
+        writes: the writer of calls as a grammar.
     """
 
     name: ClassVar[str]

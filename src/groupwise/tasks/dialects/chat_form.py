@@ -178,7 +178,7 @@ class FunctionSchema(BodyPart):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-    """Of a conversation that is trained, it says nothing."""
+    """Has no effect in a conversation that is trained."""
 
 
 class Tool(BodyPart):
