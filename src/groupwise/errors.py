@@ -368,7 +368,7 @@ class NotReadyError(TryAgainError):
 
 class DeviceLostError(TryAgainError):
     """The GPU computes nothing more in this process, and does in the next: the server ends and is started again, a run
-    goes on from its last checkpoint with `resume: auto`. See `model.lost_device`."""
+    continues from its last checkpoint with `resume: auto`. See `model.lost_device`."""
 
     code = "device_lost"
 
@@ -396,21 +396,21 @@ class RemoteError(GroupwiseError):
 
 
 class TrainingError(GroupwiseError):
-    """Training cannot go on: repeated non-finite steps, no usable groups, a mismatch beyond repair."""
+    """Training cannot continue: repeated non-finite steps, no usable groups, a mismatch beyond repair."""
 
     code, status, exit_code = "training_failed", 500, 1
 
 
 class RankLostError(GroupwiseError):
     """Another process of a run with several did not come to what all do together; names the rank, the phase and the
-    seconds. A run that is started again with `resume: auto` goes on from its last checkpoint."""
+    seconds. A run that is started again with `resume: auto` continues from its last checkpoint."""
 
     code, status, exit_code = "rank_lost", 503, 75
 
 
 class ClusterError(GroupwiseError):
     """Ray cannot be reached, has no room for the run, or an actor was lost more often than it may be; names which, how
-    often and why. A run that is launched again with `resume: auto` goes on from its last checkpoint."""
+    often and why. A run that is launched again with `resume: auto` continues from its last checkpoint."""
 
     code, status, exit_code = "cluster_failed", 503, 75
 

@@ -432,7 +432,7 @@ def spared() -> Iterator[None]:
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run it to its end and return its result: `asyncio.run`, which refuses where this thread's event loop is running.
 
-    A notebook's is. There it runs in a thread of its own, and this one waits; an exception that ends the waiting, such
+    A notebook's is. There it runs in its own thread, and this one waits; an exception that ends the waiting, such
     as KeyboardInterrupt, cancels it first.
     """
     import asyncio  # not where the platform is first looked at: it does not import everywhere

@@ -89,7 +89,7 @@ class UpdatesInFlight(Protocol):
         that are still to come, until `old` is unloaded. When this returns the next token is `new`'s.
 
         With `recompute` the keys and values of what was read and said so far are computed again under `new`, as if it
-        had read the whole text; else they are kept, and `new` goes on from what older versions computed.
+        had read the whole text; else they are kept, and `new` continues from what older versions computed.
 
         Raises:
             AdapterNotFoundError: `new` was not loaded.

@@ -295,7 +295,7 @@ class SamplingRequest:
     """`n` completions of one prompt from one policy. `prompt_ids` must not be empty.
 
     An `interactive` request has a person waiting for it: it is admitted before the others. `cache` marks the turn of a
-    conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
+    conversation: an engine may continue from what it kept of the turns before, and keep what it computes for the next.
     What is computed for a request is reused for others that begin alike, if they have the same `apart`: so the speed of
     an answer tells nothing about requests with another `apart`. `conversation` names the conversation of which it is a
     turn, so that of several servers the one is asked that has the turns before (`conversation_of`).

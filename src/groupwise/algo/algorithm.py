@@ -43,7 +43,7 @@ class Algorithm:
     def token_weights(self, rollout: Rollout, sample: Sample) -> Sequence[float] | None:
         """Return what the rollout's advantage is multiplied by at each token of `sample.completion_ids`; None: by 1.
 
-        A rollout has one sample, or several where a turn does not go on from the one before.
+        A rollout has one sample, or several where a turn does not continue from the one before.
         """
         return None
 

@@ -69,7 +69,7 @@ def has_signal(
     """Return whether the group can teach anything: two or more scorable rollouts whose rewards differ.
 
     With `normalize_then_sum` it is enough that any one function's rewards differ, even if the sums are equal, but for
-    functions whose weight is 0. Where turns have advantages of their own it is enough that the returns of any turns
+    functions whose weight is 0. Where turns have their own advantages it is enough that the returns of any turns
     that are compared differ, even if the rewards of all episodes are equal.
     """
     group = voters(group, spec)
@@ -99,7 +99,7 @@ Terms = list[tuple[float, list[list[Compared]]]]
 
 
 def has_turn_advantages(group: RolloutGroup, spec: AdvantageConfig) -> bool:
-    """Return whether turns have advantages of their own: `credit` says so, or episodes have several roles."""
+    """Return whether turns have their own advantages: `credit` says so, or episodes have several roles."""
     return _credit(spec).credit != "episode" or any(turn.role is not None for r in group.rollouts for turn in r.turns)
 
 
@@ -174,7 +174,7 @@ def _tracks(index: int, rollout: Rollout) -> list[_Track]:
 
 def _states(turns: Sequence[Turn]) -> list[Hashable]:
     """Return the state in which each turn was taken: its own name for it, or what its prompt adds to the turn that it
-    goes on from, the longest before it that its prompt begins with."""
+    continues from, the longest before it that its prompt begins with."""
     states: list[Hashable] = []
     seen: list[tuple[int, ...]] = [()]
     for turn in turns:

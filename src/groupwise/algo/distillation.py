@@ -5,7 +5,7 @@ same prompt or after one with more in it (privileged context). What is minimised
 distributions at the places that the policy itself came to (on-policy distillation: GKD, arXiv 2306.13649; MiniLLM,
 arXiv 2306.08543). Two forms of it:
 
-**At the sampled token** (`with_teacher_advantages`). Each token has an advantage of its own, added to the one that it
+**At the sampled token** (`with_teacher_advantages`). Each token has its own advantage, added to the one that it
 has from rewards:
 
     A_t = w A_i + lambda (log q(y_t | y_<t) - log mu(y_t | y_<t))
@@ -16,7 +16,7 @@ Thinking Machines, "On-Policy Distillation", 2025; the sampled-token form of SDP
 number a token of the teacher. The ratio, the clipping and the reduction of the policy loss apply to it as to any
 advantage.
 
-**Over the teacher's K likeliest tokens** (`soft_divergence`), a term of the loss with a gradient of its own:
+**Over the teacher's K likeliest tokens** (`soft_divergence`), a term of the loss with its own gradient:
 
     lambda D(pi(. | y_<t), q(. | y_<t)),    over K + 1 outcomes: the K tokens, and all others as one
 

@@ -5,7 +5,7 @@ segment of an episode with much of the segments before. Sorted by their tokens, 
 side, and what each adds to the one before it are the nodes of their prefix tree (radix trie):
 
     5 6 7 8          all four are its own
-    5 6 7 8 2        one: it goes on where the first ends
+    5 6 7 8 2        one: it continues where the first ends
     5 6 9            one: it leaves the line above after two
     8 9              both                                       8 distinct tokens of 14
 

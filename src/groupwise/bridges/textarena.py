@@ -13,7 +13,7 @@ Other players are an `opponent`: a function from the text that such a player has
 `textarena.Agent`, made once an episode. Needs `pip install 'groupwise[textarena]'`; the games with words also need data
 of NLTK (`python -m nltk.downloader words averaged_perceptron_tagger_eng`).
 
-Games draw from the global generators of `random` and NumPy. Each episode has states of its own of these, which are put
+Games draw from the global generators of `random` and NumPy. Each episode has its own states of these, which are put
 in place while the game computes, so that episodes of one process do not disturb each other and a seed is one game.
 """
 

@@ -1,6 +1,6 @@
 """The command line: `groupwise demo | init | run | check | chat | serve | ui | report | ...`.
 
-`PANELS` is what there is, in the order of a user's day. Commands with a file of their own: `demo`, `init`, `chat`,
+`PANELS` is what there is, in the order of a user's day. Commands with their own file: `demo`, `init`, `chat`,
 `serve`, `doctor`; what reads the directories of runs is in `runs`, what talks to a server in `remote`, adapters, here
 or on a server, in `adapters`, rewards and environments in `checks`.
 

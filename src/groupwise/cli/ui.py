@@ -4,7 +4,7 @@
     groupwise ui runs/lr-*                        # several, to compare; seeds of one configuration are drawn as a
     band
 
-No model is loaded and nothing is written; a run that goes on is followed as it writes.
+No model is loaded and nothing is written; a run in progress is followed as it writes.
 """
 
 from __future__ import annotations

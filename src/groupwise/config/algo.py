@@ -16,7 +16,7 @@ ReferenceKind = Literal["base", "start", "ema", "refresh"]
 
 
 def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
-    """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has scales of its own."""
+    """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has its own scales."""
     mean = given.get("policy_loss") == "dr_grpo" and given.get("aggregation") != "normalize_then_sum"
     return "mean" if mean else "group_std"
 

@@ -26,7 +26,7 @@ class VllmConfig(Section):
     where there are no `urls`."""
 
     mode: Literal["server", "colocate"] = "server"
-    """`server`: vLLM in processes of its own, asked over HTTP. `colocate`: in this process, on the trainer's device."""
+    """`server`: vLLM in its own processes, asked over HTTP. `colocate`: in this process, on the trainer's device."""
     urls: Texts = ()
     """Servers to sample from, with or without /v1; none starts one, which ends with the run."""
     servers: int | None = Field(default=None, ge=1, le=4096)
@@ -115,7 +115,7 @@ class VllmConfig(Section):
 
     @property
     def starts_servers(self) -> bool:
-        """Return whether servers are started: vLLM is in processes of its own, and none that run are named."""
+        """Return whether servers are started: vLLM is in its own processes, and none that run are named."""
         return self.mode == "server" and not self.urls
 
     def check_turns(self, *, meanwhile: bool) -> None:

@@ -43,7 +43,7 @@ class HarnessScoreConfig(Section):
 
 
 class HarnessConfig(Section):
-    """A program that plays an episode as a process of its own, and asks the policy over HTTP."""
+    """A program that plays an episode as a separate process, and asks the policy over HTTP."""
 
     command: Command
     """Program and arguments; `{column}` stands for what the row has there (docs/environments.md)."""

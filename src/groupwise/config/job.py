@@ -122,7 +122,7 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
     `vision` and `projector` (of a model that sees), or a list of these and of names of modules; null is those of the
     adapter that is continued, all-linear for a fresh one."""
     checkpoint_interval: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints, from which the job goes on if its worker dies; null is 10."""
+    """Steps between checkpoints, from which the job continues if its worker dies; null is 10."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after warm-up: constant, or falling to 0, which it would reach just after the last step."""
     warmup_steps: Steps = 0

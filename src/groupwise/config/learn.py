@@ -106,7 +106,7 @@ class ShadowConfig(Bounds):
     minutes: float = Field(default=1440.0, gt=0)
     """After which it ends, though there are fewer pairs."""
     undecided: Literal["reject", "promote"] = "reject"
-    """The decision about the version then; `promote` goes on to the canary, if there is one."""
+    """The decision about the version then; `promote` continues to the canary, if there is one."""
 
 
 class CanaryConfig(Section):

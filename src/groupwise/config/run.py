@@ -303,7 +303,7 @@ class RolloutConfig(Section):
     completions repeat their prompts or themselves. 0 guesses none."""
     compile: bool | None = None
     """Compile what the local engine computes in a step between attentions (torch.compile), on a GPU with CUDA graphs.
-    The first steps wait for the compiler. Where it cannot be done a warning says why, and sampling goes on without.
+    The first steps wait for the compiler. Where it cannot be done a warning says why, and sampling continues without.
     null: on a CUDA GPU, for models that can be compiled (docs/performance.md); on a CPU it brings nothing."""
     dtype: Literal["bfloat16", "int8"] | None = None
     """Sample with the base's linear layers rounded to this type, which a CPU multiplies with in less time
@@ -317,7 +317,7 @@ class RolloutConfig(Section):
     """Steps between syncs of the sampling policy. 1 is on-policy: sample, train, sync, repeat. N is a window: the
     prompts of N steps are sampled by one version and trained as they arrive. 0 never syncs (for ablations)."""
     max_staleness: int = Field(default=0, ge=0)
-    """Sampling goes on while training does; a group may train at most this many steps after the version that sampled
+    """Sampling continues during training; a group may train at most this many steps after the version that sampled
     it, and a step waits for groups that would be too old for the next. 0 waits for each sync."""
     in_flight_updates: bool = False
     """A new version takes over the completions that are being sampled, between two tokens, instead of only those that

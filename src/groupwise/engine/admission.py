@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import PendingRequest
 
-EXTEND_TOKENS = 512  # of a conversation that goes on, in one forward; of several 4 times as many, padding included
+EXTEND_TOKENS = 512  # of a conversation that continues, in one forward; of several 4 times as many, padding included
 
 MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its opening has, where that is more
 

@@ -119,7 +119,7 @@ class Decoder(Protocol):
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:
-        """Between two steps: the rows of version `old` go on under `new`, whose weights these are, with the keys and
+        """Between two steps: the rows of version `old` continue under `new`, whose weights these are, with the keys and
         values that they have, or with those that the new weights `recompute` of all that they read and said."""
         ...
 

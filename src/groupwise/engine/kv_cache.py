@@ -5,7 +5,7 @@
 
     Prefill   packed prompts: attention within each prompt, whose keys and values go to its slot
     Extend    the next tokens of each row: their keys and values join the row's, and they attend to its prompt's and its
-              own. One token of each in a decode step; the new messages where a conversation goes on
+              own. One token of each in a decode step; the new messages where a conversation continues
 
 A decode step scores a prompt's keys for all rows of the group as one product, so it reads a prompt of 512 tokens once
 and not once per row, in every turn of a conversation too: what a group's episodes open with stays in one slot. For that

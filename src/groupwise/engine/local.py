@@ -4,7 +4,7 @@
 
 Requests wait in order, interactive ones first, and each is given rows as soon as enough are free. A `Decoder` does the
 rest: that of the packed forward (`packed`) or, for models that it cannot run, one that runs any model by its own
-forward (`plain`). On a CPU there are several decoders, *lanes*, each in a thread of its own with its share of torch's,
+forward (`plain`). On a CPU there are several decoders, *lanes*, each in its own thread with its share of torch's,
 and as many are used as the work at hand pays for: an operation that is shared out among threads ends when the last of
 them has been given a core, and a step is hundreds of operations (docs/performance.md has what it brings).
 
@@ -12,10 +12,10 @@ A lane's thread owns its decoder; `submit` hands requests to the lane with the f
 futures. Requests submitted together to an idle engine come to the same lanes, and are admitted together and in order,
 so a seeded batch is reproducible bit for bit. Cancelling a future frees its rows before the next token.
 
-An error inside fails the requests at hand, and the engine goes on; one after which the device is lost to the process
+An error inside fails the requests at hand, and the engine continues; one after which the device is lost to the process
 (`model.lost_device`) fails all that ever come, and `lost` says so: a server ends then and is started again.
 
-Interactive requests have lanes of their own, and while there are any the other lanes pause for most of the time: a
+Interactive requests have their own lanes, and while there are any the other lanes pause for most of the time: a
 batch loses the time in which interactive requests run, and these are hardly slower for the batch. With one decoder for
 all (on a GPU, in compiled code, by the model's own forward) both share its steps.
 """
@@ -126,7 +126,7 @@ class LocalEngine(Scores):
     """Samples from a `LoadedModel` and any number of adapter versions over it; a `Sampler`.
 
     Args:
-        base: the model; the engine works on a module tree of its own over the same weights.
+        base: the model; the engine works on its own module tree over the same weights.
         max_rows: the most completions decoded at once, if `cache_bytes` has room for them.
         cache_bytes: bytes of keys and values, for all lanes together, in the packed forward only. A request waits if
             the requests in flight could need the rest before they end; a request alone is never refused. None: on a GPU
@@ -298,7 +298,7 @@ class LocalEngine(Scores):
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
         """See `UpdatesInFlight.replace`; it happens between two steps of each lane. A shared prompt is computed again
-        for completions that begin later, in either case: only those that have begun go on from kept ones. So do
+        for completions that begin later, in either case: only those that have begun continue from kept ones. So do
         the later turns of a conversation, among the requests of `old`."""
         self.check_replaceable(recompute=recompute)
         weights = self._weights_of(new)
@@ -412,7 +412,7 @@ class LocalEngine(Scores):
         with self._wakeup:
             lane.load -= n
             if not self._interactive.load:
-                self._wakeup.notify_all()  # batches go on
+                self._wakeup.notify_all()  # batches continue
 
     def score_sequence(
         self,
@@ -609,7 +609,7 @@ class LocalEngine(Scores):
             )
 
     def _follow(self, lane: DecoderLane, old: PolicyVersion, by: Replaced) -> None:
-        """Have everything in a lane that is of version `old` go on under the one by which it is replaced."""
+        """Have everything in a lane that is of version `old` continue under the one by which it is replaced."""
         lane.decoder.follow(old, by.version, by.weights, recompute=by.recompute)
         with self._wakeup:
             for job in (*lane.urgent, *lane.waiting):

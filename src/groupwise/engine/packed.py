@@ -5,7 +5,7 @@
               sampling step (`sampling`), and bookkeeping in tensors
 
 Python runs per *finished* row, and per row and token only for drafts and where a request has stop strings, a stream or
-alternatives to report. The next turn of a conversation goes on from the keys and values of the last (`PrefixCache`).
+alternatives to report. The next turn of a conversation continues from the keys and values of the last (`PrefixCache`).
 
 Shapes: B active rows, S packed tokens, V vocabulary.
 """
@@ -180,7 +180,7 @@ class PackedDecoder(DecodedRows):
 
     def _size(self, job: PendingRequest, *, known: bool, there: bool) -> dict[str, int]:
         """Return what a row of a request takes: of its own, and of its prompt, where that is not `there`. A
-        conversation that goes on (`known`) may hold all of its prompt itself."""
+        conversation that continues (`known`) may hold all of its prompt itself."""
         asked = len(job.request.prompt_ids)
         return {"own": job.max_tokens + (asked if known else 0), "prompt": asked, "slots": int(known or not there)}
 

@@ -39,7 +39,7 @@ class Kept:
     blocks: list[int] = field(default_factory=list)
 
     def folded(self) -> Kept:
-        """Return the same entry with all keys and values in an opening of its own, which no other entry shares."""
+        """Return the same entry with all keys and values in its own opening, which no other entry shares."""
         layers = {
             layer: tuple(torch.cat([a[:, : self.shared], b], 1) for a, b in zip(pair, self.own[layer], strict=True))
             for layer, pair in self.opening.layers.items()

@@ -237,7 +237,7 @@ class Rows:
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> list[int]:
-        """Have the rows of version `old` go on under `new` from their next token on. Returns which they are."""
+        """Have the rows of version `old` continue under `new` from their next token on. Returns which they are."""
         moved = [i for i, row in enumerate(self.owners) if row.job.version == old]
         for i in moved:
             row, at = self.owners[i], int(self.on_host.count[i])

@@ -36,7 +36,7 @@ QUICK_S = 0.1  # after which a grammar's process steps aside for all others
 NICE = 10  # how far
 ARENA = 512 << 20  # bytes of address space, not memory, that malloc wants for a thread; without, it is slow
 IDLE_S = 30.0  # that a process waits for its next grammar
-MOST_GROWN = 8 << 20  # bytes by which a process may have grown that goes on with the next
+MOST_GROWN = 8 << 20  # bytes by which a process may have grown that continues with the next
 COMMON = Grammar.of_json({"type": "object", "properties": {"a": {"pattern": "b"}, "c": {"type": "number"}}})
 
 

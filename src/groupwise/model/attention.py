@@ -20,7 +20,7 @@ sharing a prefix in the forward: arXiv 2402.05099 (Hydragen).
 layer and passes on the `layout` keyword given to the model's forward. `mask` is registered with it: through `mask` the
 model says what each layer's mask is like. Sliding windows (Gemma, Mistral), score soft-capping (Gemma 2), attention
 sinks (gpt-oss) and values of another size than keys (DeepSeek's MLA) are honoured. Whatever else a layer asks for, such
-as chunks or a mask of its own, raises NotImplementedError.
+as chunks or its own mask, raises NotImplementedError.
 
 For that, heads come before tokens and groups before both: queries are gathered into [P, K, G, R, C, D], so that a
 prompt's [G*R*C, D] and a completion's [R*C, D] are views of the same memory.
@@ -141,7 +141,7 @@ def mask(
     so that only the kind is left. None: causal.
 
     transformers gives `local_size` for windows and for chunks, which it reads from the configuration, and has
-    `use_vmap` set where a model changes the rule with a function of its own.
+    `use_vmap` set where a model changes the rule with its own function.
     """
     padded = attention_mask is not None and not bool(attention_mask.all())
     if use_vmap or padded or "allow_is_bidirectional_skip" in kwargs:

@@ -137,7 +137,7 @@ def place_images(
     ids: Sequence[int], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, before: int = 0
 ) -> list[int]:
     """Return the ids of rendered messages with those of their images in the place of the template's placeholders. What
-    the messages go on from has `before` images. Raises as `Vision.expand`."""
+    the messages continue from has `before` images. Raises as `Vision.expand`."""
     if not (pictures := pictures_in(messages)):
         return list(ids)
     vision = vision_of(tokenizer)
@@ -162,7 +162,7 @@ def bridge_of(
     *,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Bridge | None:
-    """Return the bridge behind the assistant's message that ends `history`, so that a conversation goes on without
+    """Return the bridge behind the assistant's message that ends `history`, so that a conversation continues without
     encoding again what was sampled. None if the template now renders differently what was asked, or drops the message's
     thought.
 

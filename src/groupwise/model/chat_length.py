@@ -34,7 +34,7 @@ def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) ->
 
 
 def least_tokens(characters: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens a text of so many characters has at least: no token stands for more than the longest one
+    """Return how many tokens a text of this many characters has at least: no token stands for more than the longest one
     does."""
     return -(-characters // _longest_token(tokenizer, len(tokenizer)))
 

@@ -1,7 +1,7 @@
 """Loads a causal language model, and finds out what trainer and engine need: context, end tokens, adaptable modules.
 
 `model: starter` is the embedded model; anything else is a local directory or a Hugging Face name and goes through
-transformers' auto classes, with remote code off. The trainer and the engine each get a module tree of their own
+transformers' auto classes, with remote code off. The trainer and the engine each get their own module tree
 (`share_weights`) over the SAME weight tensors, so that adapters inside one never show in the other and the base is in
 memory once.
 """
@@ -54,7 +54,7 @@ from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
 CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
-READ_AS_TEXT = ("llama4", "mllama")  # what is seen would be attended to in chunks, or as rows of its own
+READ_AS_TEXT = ("llama4", "mllama")  # what is seen would be attended to in chunks, or as its own rows
 UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 

@@ -5,7 +5,7 @@ every later call of the process with the same error, and what the process had on
 (cudaError_t in CUDA's runtime: "the process must be terminated and relaunched"). Memory that ran out, or a wrong
 argument, is not of that kind. HIP has the same numbers.
 
-    lost_device             an error -> `DeviceLostError`, which has exit code 75, or None: the device goes on
+    lost_device             an error -> `DeviceLostError`, which has exit code 75, or None: the device continues
     naming_a_lost_device    the same for a block of code
 """
 

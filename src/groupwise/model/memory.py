@@ -2,7 +2,7 @@
 
     step_size       prompts, completions, tokens, decoding waves, forward passes and optimizer steps of a rollout batch
     memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch;
-                    of vLLM nothing where it has a process of its own, and its share where it is in this one
+                    of vLLM nothing where it has its own process, and its share where it is in this one
     fitting_tokens  the largest micro-batch for which that stays within `train.memory_gb`, or what a GPU has free
     longest_sample  the most tokens that a prompt and its completion may have together then
 
@@ -277,7 +277,7 @@ def _least(config: RunConfig, load: Load) -> int:
 
 
 def _longest_sampled(config: RunConfig, load: Load) -> int:
-    """Return tokens of the longest that is sampled: evaluations may go on for longer than what is trained on."""
+    """Return tokens of the longest that is sampled: evaluations may continue for longer than what is trained on."""
     evaluated = 0 if config.eval is None else config.eval.max_tokens or 0
     return load.longest_prompt + max(config.rollout.max_tokens, evaluated)
 

@@ -203,7 +203,7 @@ class Routers:
     """All routers of a model, in the order of its layers. Only what a forward within `watched` computes is kept.
 
     Routing replay (R3, arXiv 2510.11370): within `replaying` they choose what the sampler's chose for the same tokens,
-    with weights of their own, so that rounding cannot send a token to other experts than those that it was sampled
+    with their own weights, so that rounding cannot send a token to other experts than those that it was sampled
     with. That is of all threads, as the backward pass runs a checkpointed forward again in another one.
     """
 

@@ -57,7 +57,7 @@ from groupwise.types import Sample
 
 Family = tuple[list[int], list[Line] | None]  # rows, and their tree where they are packed as one
 
-LANE_TOKENS = 128  # fewer are not worth a thread of their own
+LANE_TOKENS = 128  # fewer are not worth their own thread
 
 MAX_PADDING = 4  # a micro-batch's grid of prompts and completions, as attention pads it, over its token budget
 

@@ -5,7 +5,7 @@
     recurrence      what its rule makes of all tokens so far     gated delta rule: Qwen3-Next, Qwen3.5; state space
                                                                  (Mamba 2): Falcon-H1, Granite 4 hybrid
 
-A packed row is a forest of segments: a prompt, and each completion that goes on where it ends; or, in a prefix tree,
+A packed row is a forest of segments: a prompt, and each completion that continues where it ends; or, in a prefix tree,
 what lies between two forks. A segment starts with the state in which its parent ended, so a prompt's state is computed
 once for its group and gets the gradients of all completions:
 

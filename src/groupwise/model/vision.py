@@ -162,7 +162,7 @@ class Vision:
         return expanded
 
     def _written(self, seen: Seen) -> Iterator[int]:
-        """Yield what stands for an image, its own tokens with ids of its own."""
+        """Yield what stands for an image, its own tokens with its own ids."""
         place = FIRST + key_of(seen.picture.digest) * PLACES
         for token in seen.written:
             yield place if token == self.token_id else token

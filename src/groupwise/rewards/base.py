@@ -25,7 +25,7 @@ is not a zero: if a function with a weight raises, returns another number of val
 that is not a number, the completion's reward is None and its error says why. One call scores one group, so a failure
 cannot take down another group; if nothing of a whole batch could be scored, `score` raises RewardError.
 
-With a `RewardPool` (`pool.py`) the functions run in processes of their own, with a deadline; what they are given, and
+With a `RewardPool` (`pool.py`) the functions run in their own processes, with a deadline; what they are given, and
 what comes of it, is the same. Without, they run in this one: async functions concurrently, the others one after
 another; nothing protects from one that hangs, crashes or changes the process, and KeyboardInterrupt is Ctrl-C.
 """

@@ -17,7 +17,7 @@ Values are compared by `same`: a bool is not a number, an integer is met exactly
 tolerance is for each expected float. Tests written as code mean what Python means by them: there `True == 1` holds.
 
 What a policy cannot do is pass without being right. The program's box never holds an expected result: it is asked for
-values, over a channel of its own with a number on every question, and these come back as plain data (JSON) and are
+values, over its own channel with a number on every question, and these come back as plain data (JSON) and are
 compared here. So it is no use to print "passed", to exit with status 0, to return an object that is equal to
 everything, to patch `==`, `assert` or `json`, or to look for the tests: a forged answer is an answer like any other.
 Tests written as code run in a second box, in which the calls that they make are questions to the first. What changes

@@ -209,7 +209,7 @@ SIGNALS = ("StopIteration", "StopAsyncIteration", "AttributeError")
 
 
 def check(pipe: Pipe) -> None:
-    """Run one test after another, each in a namespace of its own."""
+    """Run one test after another, each in its own namespace."""
     while True:
         request = json.loads(pipe.receive())
         test = Test(request["test"])

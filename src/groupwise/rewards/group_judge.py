@@ -1,4 +1,4 @@
-"""A judge of the whole group. A vote is one request with all different texts of the group, in an order of its own."""
+"""A judge of the whole group. A vote is one request with all different texts of the group, in its own order."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class RewardWorker:
 
     def _reply(self, request: ScoreRequest, answer: GroupScores) -> None:
         if os.getpid() != self.pid:
-            os._exit(0)  # the function forked, and this is the child that it let go on
+            os._exit(0)  # the function forked, and this is the child that it let continue
         self.surroundings.restore()
         if said := self.prints.message(f"reward {request.name}", whole="scoring.workers=0"):
             self.channel.send(said)

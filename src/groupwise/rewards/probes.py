@@ -117,7 +117,7 @@ UNTAGGED = ("bare", "a sentence", "boxed", "after ####")  # forms
 LENGTHS = ("10 words", "100 words", "1000 words")
 
 # What is asked of a reward that compares the completions of a group: the same ones in every place, replies with and
-# without words that say nothing, a wrong reply with and without a grade of its own.
+# without words that say nothing, a wrong reply with and without its own grade.
 PADDING = (
     "I have gone through this once more with care, so that nothing is left out, and I am glad to set it down here in "
     "full. It is a question that deserves a thorough reply, and it has been given due thought from every side. "

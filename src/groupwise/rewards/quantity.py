@@ -244,7 +244,7 @@ def _plain(text: str, *, begins: bool) -> str:
     if not text.isascii():
         text = re.sub(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})", ",", text)
         text = re.sub("[¼-¾⅐-⅞]", lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/"), text)
-    if "-" in text:  # a sign may stand apart, behind an operator or an opening bracket, or before a bracket of its own
+    if "-" in text:  # a sign may stand apart, behind an operator or an opening bracket, or before its own bracket
         text = re.sub(
             r"(?<![\w)\]}.])-[ \t]*(?:\\left)?[({\[$][ \t]*([0-9][0-9.,/]{0,50})[ \t]*(?:\\right)?[)}\]$]", r"-\1", text
         )

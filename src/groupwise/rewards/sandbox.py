@@ -4,9 +4,9 @@
     outcome.status, outcome.stdout                # ("ok", "cba\\n")
 
 Everywhere a box has: CPU seconds, address space, size of a file, processes and open files limited by the kernel
-(setrlimit); a wall clock; an empty environment and a directory of its own that is removed; no terminal; output of which
+(setrlimit); a wall clock; an empty environment and its own directory that is removed; no terminal; output of which
 more than a bound is never held; no privilege to be gained (no_new_privs); and an end in which every descendant is
-killed, also one in a session of its own, also when the owner is killed with SIGKILL.
+killed, also one in its own session, also when the owner is killed with SIGKILL.
 
 `isolation()` says which of the following this machine has besides, and `groupwise doctor` shows it:
 

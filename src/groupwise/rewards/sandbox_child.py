@@ -5,7 +5,7 @@
     owner <--stdout-- keeper    a line of JSON for each "t", and {"end": ...} when everything in the box is dead
 
 It forks the program, reads what it prints (keeping a bounded part), watches limits and owner, and ends it with all its
-descendants, also those in sessions of their own. With namespaces that is done by the kernel: the program's init is
+descendants, also those in their own sessions. With namespaces that is done by the kernel: the program's init is
 process 1 of a process namespace, and when that one goes, all go. Without, orphans become the keeper's children
 (PR_SET_CHILD_SUBREAPER) and are looked up in /proc.
 
@@ -494,14 +494,14 @@ class ControlGroup:
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # which of the numbers, and the kernel's own name
 X32 = 0x40000000  # and more: the numbers of another ABI of x86_64
-ABSENT = (  # "not implemented": who would like to have them goes on without
+ABSENT = (  # "not implemented": who would like to have them continues without
     *((319, 279), (447, 447)),  # memfd_create, memfd_secret: memory outside every address space, as in the next lines
     *((29, 194), (68, 186), (64, 190)),  # shmget, msgget, semget
     (278, 75),  # vmsplice: pages given to a pipe
     *((425, 425), (426, 426), (427, 427)),  # io_uring, by which filters are got round
     *((321, 280), (323, 282), (298, 241)),  # bpf, userfaultfd, perf_event_open
     *((248, 217), (249, 218), (250, 219)),  # keys
-    (435, 435),  # clone3, whose flags cannot be looked at; glibc goes on to clone
+    (435, 435),  # clone3, whose flags cannot be looked at; glibc continues to clone
 )
 REFUSED = ((272, 97), (308, 268))  # unshare, setns: in a namespace of users of its own it would have every capability
 SOCKETS = ((41, 198), (53, 199))  # socket, socketpair: families such as AF_VSOCK lead out of a network namespace
@@ -612,7 +612,7 @@ def give(directory: str, user: int) -> None:
 
 
 def make_root(shown: list[str], *, disk_mb: int, workspace: str | None = None) -> None:
-    """Make a root of its own: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five
+    """Make its own root: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five
     devices; and `workspace`, which may be written.
 
     Everything else of the machine's files, home directories and sockets among them, is not there.

@@ -11,7 +11,7 @@ and this one rule is every way to run:
     weight_sync_interval 1    staleness 0: P groups and then none before the next sync: on-policy
     weight_sync_interval N    staleness N - 1: the N P groups of a window are sampled by one version, train as they
                               arrive, and are used up when the next version comes
-    max_staleness S           staleness S: sampling goes on while training does
+    max_staleness S           staleness S: sampling continues while training does
     weight_sync_interval 0    no sync ever; sampling is kept a few steps ahead
 
 A group's age counts from the version that it was begun with, which drew its oldest tokens, also where newer versions
@@ -330,7 +330,7 @@ class Batches:
         most = min(count, self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
             prompt = self._play.prepare(self._source.prompt(id))
-            seed = seed_of(self._seed, id, self._reroll.tries(id))  # the same again where a run goes on
+            seed = seed_of(self._seed, id, self._reroll.tries(id))  # the same again where a run continues
             drawn.append(_DrawnPrompt(prompt=prompt, issued=None, seed=seed))
             self._rerolled += 1
         passed_over = 0

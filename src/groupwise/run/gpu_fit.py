@@ -59,7 +59,7 @@ READ_BYTES_S = 2e12  # of weights, which every decode step reads
 
 @dataclass(frozen=True, kw_only=True)
 class Cards:
-    """Names machines, `nodes` of them: each so many GPUs of so many GiB each."""
+    """Names machines, `nodes` of them: each so many GPUs of this many GiB each."""
 
     count: int
     gib: float

@@ -125,7 +125,7 @@ def improve(wanted: Wanted, *, note: Note) -> dict[str, Any]:
     """Return the answer with all that it rests on, as JSON has it; it is in the folder, too.
 
     Raises ConfigError, DataError, and what a run raises; Interrupted where the training was stopped, which the same
-    call goes on with.
+    call continues with.
     """
     masking = Masking(rules=(*SECRETS, *PERSONAL))
     truth = None if wanted.truth is None else read_truth(wanted.truth, masking=masking, alike=ALIKE)

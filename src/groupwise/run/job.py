@@ -126,7 +126,7 @@ def run_job(lease: Lease, place: WorkerContext, *, raise_if_stopped: Callable[[]
         raise_if_stopped()
         version = _publish(run)
     unhealthy = place.store.unhealthy(version)
-    if unhealthy is None:  # else the next job goes on from the version before, whose moments stay
+    if unhealthy is None:  # else the next job continues from the version before, whose moments stay
         checkpoints.become_moments(version, place.store)
     place.ledger.published(lease, str(version), unhealthy=unhealthy)
     checkpoints.discard()
@@ -372,7 +372,7 @@ def _publish(run: _Run) -> PolicyVersion:
 
 
 def _is_told(metric: str, value: float) -> bool:
-    """Return whether it is one of those that a version tells. The ledger keeps finite ones only: a job that goes on
+    """Return whether it is one of those that a version tells. The ledger keeps finite ones only: a job that continues
     knows no others."""
     return metric.startswith(("reward/", "loss/")) and math.isfinite(value)
 

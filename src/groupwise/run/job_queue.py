@@ -241,7 +241,7 @@ class Worker:
             smaller = self._attempt(smaller, held)
 
     def _attempt(self, lease: Lease, held: HeldLease) -> Lease | None:
-        """Run the job once; return the lease to go on with if memory ran out and the job's passes can be smaller."""
+        """Run the job once; return the lease to continue with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
             place, stops = self._place_of(lease.job.tenant), self._heartbeat.raise_if_stopped

@@ -195,7 +195,7 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> Task:
 
 
 def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
-    """Yield all examples in so many parts of about the same size; in an order of its own if there are several."""
+    """Yield all examples in so many parts of about the same size; in its own order if there are several."""
     order = list(range(examples))
     if parts > 1:
         random.Random(seed).shuffle(order)

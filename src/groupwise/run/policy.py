@@ -2,7 +2,7 @@
 
 The order makes every crash harmless: a version is on disk, whole, before any engine loads it; it is loaded before the
 alias points to it; and the version before it is forgotten last, by an engine that finishes the requests using it. With
-in-flight updates (PipelineRL, arXiv 2509.19128) those requests go on under the new version instead.
+in-flight updates (PipelineRL, arXiv 2509.19128) those requests continue under the new version instead.
 """
 
 from __future__ import annotations

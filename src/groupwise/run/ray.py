@@ -240,7 +240,7 @@ def _outcome(running: Sequence[Future[Any]], ask_to_stop: Callable[[], object], 
 
 
 class LearnerActor:
-    """A rank of the run in a process of its own."""
+    """A rank of the run in its own process."""
 
     def __init__(self) -> None:
         self._stop = StopRequest()

@@ -1,6 +1,6 @@
 """`groupwise eval --suite SUITE`: other people's evaluations (lm-eval, inspect-ai) of a version, through our endpoint.
 
-`groupwise serve` is started on the version as a process of its own, on a free port and with a key of its own. The suite
+`groupwise serve` is started on the version as a separate process, on a free port and with its own key. The suite
 runs as a process too, with the Python that has it installed, and is told the endpoint's address. Its own result files
 are read afterwards: `SuiteResult` is what they say, and what is kept with the version (`AdapterStore.record`).
 

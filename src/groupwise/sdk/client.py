@@ -207,7 +207,7 @@ class _Calls(Flows):
         (`correction`), or the id of another answer to the same prompt that is worse (`better_than`).
 
         `rollout_id` is what `sample` called a completion, or the `id` of a chat's answer. The feedback is on the
-        server's disk when this returns. It is sent under a key of its own, so that it counts once however often it had
+        server's disk when this returns. It is sent under its own key, so that it counts once however often it had
         to be sent; give `idempotency_key` to make that last over a restart of your program.
         """
         said = {"score": score, "thumb": thumb, "correction": correction, "better_than": better_than}
@@ -273,7 +273,7 @@ class _Calls(Flows):
     ) -> Flow[TrainSubmitted]:
         """Submit scored groups (`SampledGroup.scored`, or the wire's own form) with the options of `config`.
 
-        The job is on the server's disk when this returns. It is sent under a key of its own, so that it is queued once
+        The job is on the server's disk when this returns. It is sent under its own key, so that it is queued once
         however often it had to be sent; give `idempotency_key` to make that last over a restart of your program.
         """
         body = {"groups": list(groups), "config": config}
@@ -338,7 +338,7 @@ class _Calls(Flows):
 
         Raises:
             JobFailedError: the job failed or was cancelled.
-            DeadlineError: it had not ended after `timeout` seconds; it goes on.
+            DeadlineError: it had not ended after `timeout` seconds; it continues.
         """
         job = yield from self._follow(job_id, after=0, timeout=timeout, to=on_event or _ignore)
         if job.state == "completed":

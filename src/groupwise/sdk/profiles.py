@@ -5,7 +5,7 @@
     gpu-80g-full     every parameter, in float32 with 16-bit products; likewise 141g
 
 A profile chooses device, type, the longest sequence, tokens of a forward and backward pass and completions decoded at
-once. `training_shape_id` names the trainer's and the engine's, `ref_training_shape_id` that of a reference of its own.
+once. `training_shape_id` names the trainer's and the engine's, `ref_training_shape_id` that of its own reference.
 Without a name the largest that this machine holds is taken. No torch here until the machine is looked at.
 """
 

@@ -5,7 +5,7 @@
 
 Refused as `invalid_json`: what is not JSON in UTF-8, NaN and Infinity, lone surrogates, nesting without end, and a key
 that stands twice in an object (of two rewards, or two system prompts, which one counts?). Refused as `invalid_value`,
-or with a code of its own: what the model does not take. `param` is the JSON path of the field; a value is repeated
+or with its own code: what the model does not take. `param` is the JSON path of the field; a value is repeated
 shortly.
 """
 

@@ -2,7 +2,7 @@
 
     while_connected   work that is cancelled when the client goes away
     EventStream       a response of events: pings, failures as events, and [DONE] at the end
-    following         a response that goes on for as long as there is something to look at, with pings
+    following         a response that stays open for as long as there is something to look at, with pings
 
 A stream begins only when its first event is there, so what can be wrong by then still has a status code of its own;
 what fails later is an error event. Every stream ends with [DONE]: clients take one that just ends for a success.

@@ -199,10 +199,10 @@ def shown(rating: Feedback) -> FeedbackAnswer:
 
 # ---- what is remembered ----
 class AnswerLog:
-    """Writes answers into the ledger, many in one transaction, in a thread of its own: no request waits for the disk.
+    """Writes answers into the ledger, many in one transaction, in its own thread: no request waits for the disk.
 
     A kill loses the answers of the last moment, and feedback on them is refused; feedback that was acknowledged is
-    never lost. Where the disk fails, answers are not kept and requests go on.
+    never lost. Where the disk fails, answers are not kept and requests continue.
     """
 
     def __init__(self, ledger: Ledger):

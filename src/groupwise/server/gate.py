@@ -481,7 +481,7 @@ class Gatekeeper:
         return outcome
 
     async def _look_at_shadow(self, trial: Trial) -> Outcome:
-        """Judge it; one that passes goes on to the canary, or live."""
+        """Judge it; one that passes continues to the canary, or live."""
         shadow = self._config.shadowing
         assert shadow is not None
         outcome, verdict = judge_shadow(trial, config=shadow, scored=self._shadow_scorer is not None)

@@ -198,7 +198,7 @@ def automatic_jobs(ledger: Ledger) -> list[Job]:
 
 
 def open_scorer(rewards: Sequence[RewardConfig], scoring: ScoringConfig, *, folder: Path) -> Scorer:
-    """Return the rewards, in processes of their own if there are to be any. Raises ConfigError, LoadError."""
+    """Return the rewards, in their own processes if there are to be any. Raises ConfigError, LoadError."""
     functions = load_rewards(rewards, folder=folder)
     if not scoring.workers:
         return Scorer(functions)
@@ -552,7 +552,7 @@ async def learn_history(
 
 @router.post("/pause", **documented(answer=LearnAnswer, errors=[RequestError]))
 async def pause(parts: Learning) -> LearnAnswer:
-    """Make no more jobs by itself, also after a restart. A job that is queued goes on; cancel it to stop it."""
+    """Make no more jobs by itself, also after a restart. A job that is queued continues; cancel it to stop it."""
     return await asyncio.to_thread(_set_paused, parts, True)
 
 

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _most_bytes(size: int, config: ServeConfig, *, sees: bool) -> int:
-    """Return the memory that a body of so many bytes may take: a list of numbers, as objects, takes twenty times its
+    """Return the memory that a body of this many bytes may take: a list of numbers, as objects, takes twenty times its
     text, and an image, decoded and prepared, any number of times its file."""
     return config.reading_bytes if sees else min(config.reading_bytes, ROOM + FACTOR * size)
 

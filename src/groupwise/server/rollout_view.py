@@ -49,7 +49,7 @@ class Piece:
 class Block:
     """Holds a turn of an episode, or a message between two, and its author; "" for a completion outside an episode.
 
-    `images` are the SHA-256 of those in the message; `reward` is the turn's own; `fork`: it does not go on from the
+    `images` are the SHA-256 of those in the message; `reward` is the turn's own; `fork`: it does not continue from the
     turn before, and begins a trained segment.
     """
 
@@ -164,7 +164,7 @@ def _transcript(raw: Mapping[str, Any], said: Sequence[Block], told: Sequence[st
 
 
 def _told(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
-    """Return what each turn saw beyond the turn before and what that said; "" where the tokens do not go on from
+    """Return what each turn saw beyond the turn before and what that said; "" where the tokens do not continue from
     there."""
     texts: list[str] = []
     seen: list[int] | None = None
@@ -178,7 +178,7 @@ def _told(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], tokeniz
 
 
 def _forks(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int]) -> list[bool]:
-    """Return whether each turn does not go on from the one before."""
+    """Return whether each turn does not continue from the one before."""
     forks: list[bool] = []
     seen: list[int] = []
     for turn in turns:

@@ -34,7 +34,7 @@ from groupwise.store.rollouts import plain
 from groupwise.store.rundir import CONFIG
 from groupwise.store.tracking import METRICS
 
-FRESH_S = 60.0  # a run that was written to so lately goes on, wherever the process is that holds its lock
+FRESH_S = 60.0  # a run that was written to so lately is in progress, wherever the process is that holds its lock
 
 _LOCK = ".lock"
 
@@ -287,7 +287,7 @@ def open_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
 
 
 def with_stages(runs: Mapping[str, RunFiles]) -> dict[str, RunFiles]:
-    """Return the runs, and behind each those of its stages that have begun, as runs of their own, the last one first.
+    """Return the runs, and behind each those of its stages that have begun, as their own runs, the last one first.
     One that is among the runs already is not added."""
     known, found = {run.directory for run in runs.values()}, dict[str, RunFiles]()
     for id, run in runs.items():

@@ -258,7 +258,7 @@ def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[FoundRow], int
 
 
 def _stat(path: Path) -> tuple[int, int]:
-    """Return when a file was changed, and its size; 0 of one that is gone, as a run that goes on from a checkpoint
+    """Return when a file was changed, and its size; 0 of one that is gone, as a run that continues from a checkpoint
     removes what it will write again."""
     try:
         stat = path.stat()

@@ -8,7 +8,7 @@ GET /v1/runs/{run}/rollouts[/{id}]    its completions, in pages; and the group o
 GET /v1/runs/{run}/images/{digest}    an image of its prompts
 GET /v1/diff                          where configurations and held-out rewards differ
 GET /v1/metrics/definitions           what each metric means (groupwise.server.findings)
-GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it goes on
+GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it is in progress
 """
 
 from __future__ import annotations

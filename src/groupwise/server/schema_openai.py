@@ -330,11 +330,11 @@ class ChatRequest(ShapedSampling, OpenRequest):
     chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
     """Whether the reply goes on with the last message, where that is the assistant's; by default it does. With false it
-    is a turn of its own."""
+    is its own turn."""
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`, as other servers also have it."""
     echo: bool | None = None
-    """Give back the message that the reply goes on with, in front of it."""
+    """Give back the message that the reply continues with, in front of it."""
 
     add_special_tokens: Annotated[Any, Unsupported(False, hint="the chat template writes them")] = None
     functions: Annotated[Any, Unsupported([], hint="use tools")] = None
@@ -377,7 +377,7 @@ class ChatRequest(ShapedSampling, OpenRequest):
 
     @property
     def continues(self) -> bool:
-        """Return whether the reply goes on with the last message."""
+        """Return whether the reply continues with the last message."""
         asked = self.continue_final_message
         if asked is None and self.add_generation_prompt is not None:
             asked = not self.add_generation_prompt

@@ -116,7 +116,7 @@ class RolloutPart(Answer):
     reward: float | None
     """The turn's own."""
     begins_segment: bool
-    """The turn does not go on from the one before, and begins a token sequence of its own."""
+    """The turn does not continue from the one before, and begins a token sequence of its own."""
     trained: bool
 
 

@@ -418,7 +418,7 @@ class AdapterStore:
     # --- moments ---
 
     def moments(self, version: PolicyVersion) -> Path | None:
-        """Return where the moments are with which training goes on from `version`; None where there are none."""
+        """Return where the moments are with which training continues from `version`; None where there are none."""
         path = self._moments_path(version)
         return path if path.is_dir() else None
 

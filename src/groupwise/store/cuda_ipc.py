@@ -6,7 +6,7 @@
 A handle is what torch.multiprocessing sends for a CUDA tensor (cudaIpcGetMemHandle of the allocation, the place in
 it, an event to wait for), written as JSON: nothing is unpickled. The worker checks names, shapes and types, and then,
 with the parameters in place, that their fingerprint is that of the model it loaded. What goes wrong is a ModelError;
-the worker then says so and takes a copy of its own.
+the worker then says so and takes its own copy.
 
 The memory is the server's, and nothing says what reading it means once that process is gone. A worker that has
 attached must therefore die with its parent at once. It must not write a base weight either; training an adapter does

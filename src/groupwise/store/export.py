@@ -92,7 +92,7 @@ class AdapterMerge:
     """Merges adapters into one base, each into a copy of it: what an engine reads that serves no adapters.
 
     Args:
-        base: a model of its own on the CPU, which this keeps. Quantised layers are dequantised.
+        base: a separate model on the CPU, which this keeps. Quantised layers are dequantised.
     """
 
     def __init__(self, base: LoadedModel):

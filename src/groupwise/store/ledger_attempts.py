@@ -130,7 +130,7 @@ def release(
 
 
 def put_aside(db: sqlite3.Connection, row: sqlite3.Row, reason: str) -> None:
-    """End an attempt for a reason that may be another job's: this one goes on by itself."""
+    """End an attempt for a reason that may be another job's: this one continues by itself."""
     if row["cancel_requested"]:
         return finish(db, row["seq"], JobState.CANCELLED, "cancelled")
     update_job(db, row["seq"], alone=True)

@@ -74,7 +74,7 @@ class RaterLog:
         return found
 
     def proven(self, least: int) -> set[Rater]:
-        """Return the raters who agreed with what is known of so many prompts."""
+        """Return the raters who agreed with what is known of this many prompts."""
         query = "SELECT sender, author FROM known_vote WHERE agreed GROUP BY sender, author HAVING COUNT(*) >= ?"
         with self._db.reading("reading who agreed") as db:
             rows = db.execute(query, (least,)).fetchall()

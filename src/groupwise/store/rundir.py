@@ -7,7 +7,7 @@ runs/<name>-<time>/
     evaluations/step_000000.greedy.jsonl
     images/<sha256>.png            of prompts, each once
     adapters/<name>/v000001/       the versions
-    checkpoints/step-000025/       where to go on from
+    checkpoints/step-000025/       where to continue from
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ def _check_free(run_dir: Path, config: RunConfig) -> None:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """Return the run in `output_dir` that goes on: the newest of this configuration that was not finished; else, of
+    """Return the run in `output_dir` that continues: the newest of this configuration that was not finished; else, of
     those that have fewer steps than are asked for and differ in nothing else, the one that made most, so that no trial
-    of a step takes the place of a run. Without one: why the newest of this name does not go on, "" where there is
+    of a step takes the place of a run. Without one: why the newest of this name does not continue, "" where there is
     none."""
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]

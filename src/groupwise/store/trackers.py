@@ -123,7 +123,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run goes on in its own.
+    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run continues in its own.
 
     Where there is no key, and WANDB_MODE does not say what to do then, a warning says so once and the run is recorded
     offline, in `<run directory>/wandb`.

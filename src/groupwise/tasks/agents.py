@@ -8,7 +8,7 @@
 It is called once for each episode, by name, with those of `case`, `client`, `base_url`, `api_key`, `model`, `seed` and
 `episode` that it takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a
 group; `episode` is told what single turns were worth (`EpisodeCredit`). It may be async (it runs in the run's event
-loop and must not block it) or not (it runs in a thread of its own). The key stands for the episode: give it to the
+loop and must not block it) or not (it runs in its own thread). The key stands for the episode: give it to the
 processes and sub-agents that belong to it, and to nothing else. `client` is an `AsyncOpenAI` (an `OpenAI`, where the
 agent is not async) with that URL and key, on connections that all episodes share: a client that an agent makes itself
 reads the certificates of the machine each time, some 70 ms. What it returns is

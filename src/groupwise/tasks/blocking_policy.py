@@ -1,4 +1,4 @@
-"""The policy for blocking user code that runs in threads of its own: each call waits, at most until a deadline."""
+"""The policy for blocking user code that runs in its own threads: each call waits, at most until a deadline."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Conversations:
         return Reply(parser, new_id=self._new_id, one_call=one_call)
 
     def _new_id(self) -> str:
-        """Return for a call an id of its own in the whole episode."""
+        """Return for a call its own id in the whole episode."""
         self._ids += 1
         return self._format.call_id(self._ids - 1)
 
@@ -166,7 +166,7 @@ class Conversations:
 
 
 def _copy(transcript: Transcript) -> Transcript:
-    """Return one that goes on by itself. Of the turns it needs the last."""
+    """Return one that continues by itself. Of the turns it needs the last."""
     other = copy.copy(transcript)
     other.messages, other.turns, other.forks = list(transcript.messages), transcript.turns[-1:], 0
     return other

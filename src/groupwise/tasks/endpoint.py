@@ -10,7 +10,7 @@ The key is a bearer, or `x-api-key`. What is streamed is sent as it is sampled, 
 A body is limited as the live server's are (`groupwise.tasks.arriving`): one that is longer than a prompt's may be
 is a 413, and one that does not arrive is a 408.
 
-It has a thread and an event loop of its own, so that agents that are not async, and other processes, can use it too.
+It has a thread and its own event loop, so that agents that are not async, and other processes, can use it too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Harness runs (`env.harness`): a program of its own plays each episode, in a workspace that is scored when it ends.
+"""Harness runs (`env.harness`): a separate program plays each episode, in a workspace that is scored when it ends.
 
     prepare     a new directory: `template` copied, files of the configuration and of the row written
     run         the command there, told where the policy is (environment variables) and what to do (arguments, stdin, a

@@ -7,7 +7,7 @@ Draws come in blocks of a fixed number of them. A source of share w (its weight 
 so that after any number of blocks it is within one draw of its share, and one whose share of a block is less than a
 draw has one now and then. A block's draws of a source are spread over it: the i-th of m is at a random place between
 i / m and (i + 1) / m. So each step of a run has nearly the mixture that is asked for, and not only the run as a whole,
-and no source comes at a fixed beat. Everything follows from (seed, block), so that a run goes on after a stop as if
+and no source comes at a fixed beat. Everything follows from (seed, block), so that a run continues after a stop as if
 there had been none.
 
     Mixture       (source, number of the draw of that source) of each draw of a block

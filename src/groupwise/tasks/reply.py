@@ -33,7 +33,7 @@ WINDOW = 16  # ids decoded again for each new one, before the oldest are let go
 class Detokenizer:
     """Ids one by one -> the text that no later id can change; together, the text of `chat.decode`.
 
-    `ends` are the ids that close a reply: they show only where the reply goes on behind them.
+    `ends` are the ids that close a reply: they show only where the reply continues behind them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] = ()):

@@ -9,7 +9,7 @@
         def score(self, episodes): return {"first": 1.0}            optional, at the end
         def cases(self): ...                                        as of any environment; and close, eval_cases
 
-Each player has a conversation of its own, and sees nothing of the others'. What a player is told waits until it speaks;
+Each player has its own conversation, and sees nothing of the others'. What a player is told waits until it speaks;
 texts that follow each other are one user's message. After a move it is the turn of `MoveResult.next`, or of the next in
 `players`, round and round.
 

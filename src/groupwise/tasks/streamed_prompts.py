@@ -3,7 +3,7 @@
 What is held is `shuffle_buffer` rows of each source, the prompts on their way, and the first thousand of each, by which
 rewards, environment and memory are tried before a run begins. A row that is read takes a random place of the buffer,
 and what was there is drawn; at the end of a pass over the source the rest is drawn in random order, and the next pass
-begins, with another shuffle. All of that follows from (seed, source, pass), so that a restored stream goes on exactly
+begins, with another shuffle. All of that follows from (seed, source, pass), so that a restored stream continues exactly
 as it would have: it reads its sources again, from the beginning of the pass that it was in, up to where it was, and
 says so if what was drawn in that pass is not what it was.
 

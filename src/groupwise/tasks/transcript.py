@@ -123,7 +123,7 @@ class Transcript:
 
     def _message(self, completion: Completion) -> Message:
         """Return the completion as a message; it has the <think> that the prompt ended with, as templates look for
-        it, or the thought in a field of its own where they do so."""
+        it, or the thought in its own field where they do so."""
         thinking = opens_thought(self.turns[-1].prompt_ids, self._tokenizer)
         form, text = self._format, completion.text
         reply = parse(text, form, tools=self.tools, thinking=thinking, calls=bool(self.tools))

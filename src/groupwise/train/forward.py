@@ -13,7 +13,7 @@ Forward keeps h, logsumexp and entropy, N numbers each; backward computes the ti
 so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.) Where several tokens
 are asked for in one place (soft targets), their gradients add up: sum_k g_k (onehot(k) - p).
 
-All tokens but the K soft targets are one outcome more, whose log-probability is a logsumexp of its own. As 1 - the sum
+All tokens but the K soft targets are one outcome more, whose log-probability is a separate logsumexp. As 1 - the sum
 of theirs it would be a difference of nearly equal numbers where the policy is sure of itself: float32 knows it to 1e-7.
 
     rest = log sum_{v not in K} exp z_v - logsumexp(z)        d rest / dz_v = [v not in K] p_v / exp(rest) - p_v

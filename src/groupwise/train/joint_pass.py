@@ -161,7 +161,7 @@ class _JointProjection(torch.autograd.Function):
 
 
 def _aligned(rows: Tensor, *, copied: bool = True) -> Tensor:
-    """Return rows that begin where a tensor of their own begins, at a multiple of 64 bytes, as products may depend on
+    """Return rows that begin where their own tensor begins, at a multiple of 64 bytes, as products may depend on
     that: themselves, or others with their values (`copied`) or none yet."""
     if rows.data_ptr() % ALIGNMENT == 0:
         return rows

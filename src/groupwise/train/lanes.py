@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 def is_light(weights: int) -> bool:
-    """Return whether a model of so many bytes of weights is small: a GPU's compiled kernels do not pay for it."""
+    """Return whether a model of this many bytes of weights is small: a GPU's compiled kernels do not pay for it."""
     return weights <= LANE_BYTES
 
 

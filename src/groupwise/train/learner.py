@@ -530,7 +530,7 @@ class Learner:
             vision.save(Path(directory))
 
     def save(self, directory: Path) -> None:
-        """Write what `load` needs to go on exactly: policy, reference, the optimizer's moments, counters."""
+        """Write what `load` needs to continue exactly: policy, reference, the optimizer's moments, counters."""
         self.strategy.save(self, directory)
 
     def load(self, directory: Path) -> None:

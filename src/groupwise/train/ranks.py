@@ -128,7 +128,7 @@ class Ranks:
             raise self._lost(phase, error, time.monotonic() - started) from error
 
     def own_line(self, name: str) -> Store:
-        """Return a part of the store where the ranks met, over a connection of its own: a connection answers one
+        """Return a part of the store where the ranks met, over its own connection: a connection answers one
         question at a time, and a thread is not to wait behind a rank that waits for another. Raises RankLostError."""
         with self.named(name):
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -186,7 +186,7 @@ class Ranks:
 
 
 class _Watch:
-    """Looks for a key and for heartbeats in a thread of its own: a store whose process stands still answers never."""
+    """Looks for a key and for heartbeats in its own thread: a store whose process stands still answers never."""
 
     def __init__(self, store: Store, key: str):
         self.over, self.alive_at = threading.Event(), time.monotonic()

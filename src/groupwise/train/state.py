@@ -1,4 +1,4 @@
-"""Saves a learner's state to disk and restores it, so that another learner goes on exactly where this one stood.
+"""Saves a learner's state to disk and restores it, so that another learner continues exactly where this one stood.
 
 learner.safetensors   parameter.<i>                            what is trained, in the order of `Learner.parameters`
                       exp_avg.<i>, exp_avg_sq.<i>, step.<i>    AdamW's moments of it (bitsandbytes' in 8 bits: state1,

@@ -69,7 +69,7 @@ class SingleProcess:
         return why_not()
 
     def agreed(self, why: str | None) -> str | None:
-        """Return, amid a trial, what is wrong at any of the processes that must go on together."""
+        """Return, amid a trial, what is wrong at any of the processes that must continue together."""
         return why
 
     def with_weights(self, model: PreTrainedModel, trial: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Joins learners of one base model, each in a thread of its own, to compute their micro-batches together.
+"""Joins learners of one base model, each in its own thread, to compute their micro-batches together.
 
     place = JointPasses(at_once=2)              one for the base model
     Learner(base, strategy=Joined(place))       for each of the learners

@@ -197,7 +197,7 @@ class RecordingPolicy:
 
     @property
     def forks(self) -> int:
-        """Turns that did not go on from an earlier one."""
+        """Turns that did not continue from an earlier one."""
         with self._lock:
             return len(self._lines) - 1
 
@@ -347,7 +347,7 @@ class RecordingPolicy:
         return turns
 
     def _line_of(self, prompt_ids: tuple[int, ...]) -> list[Turn]:
-        """Return the conversation that the prompt goes on from: that with the most in common; else a new one."""
+        """Return the conversation that the prompt continues from: that with the most in common; else a new one."""
         best, most = None, 0
         for line in self._lines:
             seen = line[-1].prompt_ids + line[-1].completion.token_ids

@@ -4,7 +4,7 @@
                                                               model.generate, model.chat: more turns, recorded too
 
 The first turns of prompts that are begun together are admitted together, those of a group in one request. Episodes
-are scored at once, `env.concurrency` of them, each in a thread of its own, and what they ask of the policy meanwhile
+are scored at once, `env.concurrency` of them, each in its own thread, and what they ask of the policy meanwhile
 is decoded in the engine's one batch.
 
 An episode always ends in a rollout. What `score_episode` raises, or returns that is no number, and an episode that

@@ -282,7 +282,7 @@ def _has_wandb() -> bool:
 
 
 def _tracking(wandb: WandBConfig | None) -> dict[str, Any]:
-    """Without the package the recipe goes on without it."""
+    """Without the package the recipe continues without it."""
     if wandb is None or not _tracked(wandb) or not _has_wandb():
         return {}
     named = {"wandb_entity": wandb.entity, "wandb_name": wandb.run_name}

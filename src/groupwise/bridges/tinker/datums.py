@@ -153,7 +153,7 @@ def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:
             f"{where} has {echo(unknown[0])}, which {loss} does not read here; it reads {', '.join(wanted)}",
             hint="leave it out; thresholds go into loss_fn_config, per-token ones into forward_backward_custom",
         )
-    optional = ("weights", SEQUENCE_MASK)  # these have a default, or a word of their own
+    optional = ("weights", SEQUENCE_MASK)  # these have a default, or their own word
     if missing := [name for name in wanted if name not in inputs and name not in optional]:
         raise RequestError(
             f"{where} has no {missing[0]}, which {loss} reads", hint=f"it reads {', '.join(wanted)}, one a token"

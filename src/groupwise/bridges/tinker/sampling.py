@@ -1,7 +1,7 @@
 """Sampling over the Tinker wire: from the base model, from a checkpoint, or from a snapshot of a model in training.
 
     Samplers.create      a sampling session: which weights
-    Samplers.snapshot    a model's weights as they are now, as a version of their own, which training does not change
+    Samplers.snapshot    a model's weights as they are now, as their own version, which training does not change
     Samplers.sample      completions, and log-probabilities of the prompt
 
 A snapshot under a name is a version in the server's adapter store, and chats can name it. One without is for its
@@ -460,7 +460,7 @@ def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
 
 
 def _check_last(last: int, body: bodies.SampleBody, *, tokens: int) -> None:
-    """Raise RequestError unless there are log-probabilities of so many tokens of a prompt to tell."""
+    """Raise RequestError unless there are log-probabilities of this many tokens of a prompt to tell."""
     name = "prompt_logprobs_last_n"
     if not body.prompt_logprobs and not body.topk_prompt_logprobs:
         raise RequestError(f"{name} is {last} and needs prompt_logprobs", hint="ask for both", field=name)

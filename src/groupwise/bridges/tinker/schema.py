@@ -117,7 +117,7 @@ class OptimStep(Sequenced):
 
 
 class SaveWeights(Sequenced):
-    """Save what training goes on from."""
+    """Save what training continues from."""
 
     path: str | None = None
     ttl_seconds: Seconds | None = None

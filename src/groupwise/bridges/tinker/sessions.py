@@ -1,6 +1,6 @@
 """Tinker sessions: alive while the client sends heartbeats; their models and samplers are released at the end.
 
-Sessions are not kept over a restart: a client makes a new one and goes on from its last saved state.
+Sessions are not kept over a restart: a client makes a new one and continues from its last saved state.
 """
 
 from __future__ import annotations

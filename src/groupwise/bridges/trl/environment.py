@@ -10,7 +10,7 @@ are the tools, with type hints and docstrings; `get_reward()`, if there is one, 
 functions give; with several factories the row's column `environment` names one, whose tools alone are offered. A row
 without a prompt begins with an empty user message. Methods may be async.
 
-What differs: each episode has an instance of its own, which TRL uses again and again; a tool has a time limit.
+What differs: each episode has its own instance, which TRL uses again and again; a tool has a time limit.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RolloutFunc(EnvKind):
         folder: a folder in which the module may be; the configuration's.
     """
 
-    columns = None  # what the function returns by names of its own
+    columns = None  # what the function returns by its own names
     takes_cases = False
     own_texts = True
 

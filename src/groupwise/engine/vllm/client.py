@@ -85,7 +85,7 @@ class ServerFacts:
 @dataclass(frozen=True, kw_only=True)
 class TakesWeights:
     """The way in which a server takes weights that are sent to it: by the `backend` that it was started with (None: not
-    at all), in the type, by torch's name, in which it keeps them (None: it rounds them in ways of its own)."""
+    at all), in the type, by torch's name, in which it keeps them (None: it rounds them in its own ways)."""
 
     backend: str | None
     dtype: str | None
@@ -284,7 +284,7 @@ class VllmServer:
                 raise
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter; requests that have begun go on. One that is not there is as well."""
+        """Forget an adapter; requests that have begun continue. One that is not there is as well."""
         try:
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except EngineError as error:

@@ -244,7 +244,7 @@ class VllmEngine:
         self._shelf.remove(before)
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
-        """See `UpdatesInFlight.replace`: requests under way are given up, and go on with `new` where they were."""
+        """See `UpdatesInFlight.replace`: requests under way are given up, and continue with `new` where they were."""
         self.check_replaceable(recompute=recompute)
         if not self._is_whole(new) and new not in self._leases:
             raise self._not_loaded(new)

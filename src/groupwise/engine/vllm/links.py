@@ -5,7 +5,7 @@ both see, over gloo.
     ipc             a server on the learner's own GPU reads the bytes where they are
     groupwise_gloo  a server on CPUs, which has our plugin (`vllm_plugin/groupwise_gloo.py`)
 
-Each server has a group of its own, so that one that dies holds up no other. What blocks runs in a daemon thread
+Each server has its own group, so that one that dies holds up no other. What blocks runs in a daemon thread
 (`in_thread`): a group whose other side is gone may never return, and a process must be able to end all the same.
 `NcclLink` and `IpcLink` are written after vLLM 0.32's and torch 2.13's sources; no GPU has run them yet.
 """
@@ -86,7 +86,7 @@ class Link(Protocol):
 
 
 class GlooLink:
-    """The way to a server on CPUs, which meets this process in a store of its own."""
+    """The way to a server on CPUs, which meets this process in its own store."""
 
     name: ClassVar[str] = groupwise_gloo.BACKEND
     said: ClassVar[str] = "gloo (on CPUs)"

@@ -1,9 +1,9 @@
 """vLLM behind the live server: what `groupwise serve --engine vllm` samples with.
 
-The servers are those of a run (`vllm`): a version gets a name of its own, proves itself, and is leased while requests
+The servers are those of a run (`vllm`): a version gets its own name, proves itself, and is leased while requests
 use it. A live server asks for more:
 
-    streams        each completion is a request of its own, whose tokens are heard as they come. When its server is
+    streams        each completion is its own request, whose tokens are heard as they come. When its server is
                    lost the rest is asked of the next one, as the continuation of what was heard: what a client has
                    read stays read, and token by token the distribution is the same
     top_k, top_p,  vLLM gives the log-probabilities of what they make of the distribution. The tokens are scored once

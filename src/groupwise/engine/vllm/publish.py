@@ -1,6 +1,6 @@
 """Publishes a version from the trainer's disk to vLLM: with its own copy, its own name, a canary, a lease.
 
-publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
+publish   the files are laid in their own directory, under a name that never was before (`name-v12-1f3a`):
           vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
           old
 canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here, as

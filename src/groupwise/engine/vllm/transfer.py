@@ -4,7 +4,7 @@ way       how a server takes weights is what it was started for (`--weight-trans
 rounding  what all servers keep in 16 bits comes rounded to these from the learner: half the bytes (`as_kept`)
 chunk     tensors as they come from the learner, until they are `PACKED_BYTES`; a request and a broadcast for each,
           to all servers at once, while the next is packed
-failure   a server that refuses, dies or takes no chunk for `vllm.sync_timeout_s` is given no more; the others go on.
+failure   a server that refuses, dies or takes no chunk for `vllm.sync_timeout_s` is given no more; the others continue.
           It is brought out of the update that it is in, or given up where it does not answer, and reads a file
 
 /init_weight_transfer_engine  (once in its life)  /start_weight_update  /update_weights ...  /finish_weight_update
@@ -225,7 +225,7 @@ class Transfers:
         """Return the bytes of tensors, one after another, where they are sent from."""
         flat = [each.contiguous().view(-1).view(torch.uint8).to(self._device) for each in tensors]
         packed = torch.cat(flat)
-        if packed.is_cuda:  # gpu-only: others read it in streams of their own
+        if packed.is_cuda:  # gpu-only: others read it in their own streams
             torch.cuda.current_stream(packed.device).synchronize()
         return packed
 

@@ -76,7 +76,7 @@ class ReplyFormat(ABC):
     Attributes:
         name: the format's name in pages and reports.
         start: the marker with which calls begin.
-        end: the marker that closes them; empty where calls go on until the reply ends.
+        end: the marker that closes them; empty where calls continue until the reply ends.
         thought: the markers around a thought.
         thinks_unasked: whether a reply may begin with a thought where the template has thoughts and no switch for them.
         thoughts_apart: whether the template looks for earlier thoughts in a field of the message, not in its content.

@@ -78,7 +78,7 @@ class Harmony(ReplyFormat):
         return f"{self.opening(name)}{json.dumps(arguments, ensure_ascii=False)}{self.end}"
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Put thoughts where the template looks for them, and each call into a message of its own, its result behind
+        """Put thoughts where the template looks for them, and each call into its own message, its result behind
         it."""
         shown, position = list[dict[str, Any]](), 0
         while position < len(messages):

@@ -75,7 +75,7 @@ class CallWriter:
         return f"start: ({head} {self._inside(several=several)}){many} FREE\n{free}"
 
     def answer(self) -> str:
-        """Return how an answer that has a grammar of its own is written."""
+        """Return how an answer that has its own grammar is written."""
         return f"{self.text(self._answer_head)} @content"
 
     def _inside(self, *, several: bool) -> str:
@@ -93,8 +93,8 @@ class CallWriter:
         return " ".join(part for part in [*parts, quoted(text[position:])] if part)
 
     def until(self, key: str, end: str, *, least: int = 0, most: int | str = "") -> str:
-        """Return a reference to any text of so many characters that ends with `end`, which it does not have in it."""
-        if (mark := self._splits.match(end)) is not None:  # a token of its own, which is none of a text's
+        """Return a reference to any text of this many characters that ends with `end`, which it does not have in it."""
+        if (mark := self._splits.match(end)) is not None:  # its own token, which is none of a text's
             self.rules.append(f"TEXT_{key}: /(.|\\n){{{least},{most}}}/ & ~/(.|\\n)*{pattern(mark[0])}(.|\\n)*/")
             return f"TEXT_{key} {self.text(end)}"
         self.rules.append(f"text_{key}[lazy]: /(.|\\n){{{least},{most}}}{pattern(end)}/")

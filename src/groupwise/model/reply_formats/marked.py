@@ -170,7 +170,7 @@ class MarkedParser(ReplyParser):
                 said += piece
                 continue
             if isinstance(piece, MalformedCall):
-                if malformed is not None:  # which is a part of its own
+                if malformed is not None:  # which is its own part
                     parts += self._give(said, malformed)
                     said = ""
                 said, malformed = said + piece.text, piece

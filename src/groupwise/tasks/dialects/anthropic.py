@@ -419,7 +419,7 @@ class MessageWriter:
     def __init__(self, *, id: str, model: str):
         self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
-        self._open = False  # whether the last block may go on
+        self._open = False  # whether the last block may continue
         self._ended: dict[str, Any] = {}
 
     def open(self, prompt_tokens: int) -> list[StreamEvent]:

@@ -318,7 +318,7 @@ class ResponsesRequest(DialectRequest):
     input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """A stored response whose conversation this one goes on from; its `instructions` are not taken over."""
+    """A stored response whose conversation this one continues from; its `instructions` are not taken over."""
     store: bool | None = None
     """Keep the answer for `previous_response_id` and GET, in memory; the oldest go first. Default true."""
     tools: (
@@ -378,7 +378,7 @@ class ResponseWriter:
     def __init__(self, *, id: str, model: str, request: ResponsesRequest):
         self._response = {**_head(request), "id": id, "created_at": int(time.time()), "model": model}
         self._output: list[dict[str, Any]] = []
-        self._open = False  # whether the last item may go on
+        self._open = False  # whether the last item may continue
         self._number = -1
         self._suffix = id.partition("_")[2]
 
@@ -538,7 +538,7 @@ class ResponseStore:
         self._kept: OrderedDict[str, Stored] = OrderedDict()
 
     def keep(self, request: ResponsesRequest, answer: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
-        """Store an answer as its request asks. `history`: the conversation of the response that it goes on from."""
+        """Store an answer as its request asks. `history`: the conversation of the response that it continues from."""
         if request.store is False:
             return
         output = ResponsesRequest.model_validate({"input": answer["output"]}).items

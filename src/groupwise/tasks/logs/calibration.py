@@ -1,7 +1,7 @@
 """Tests whether a judge can be believed: compares its grades of answers with what is known of them, good or not.
 
     calibrate   grades -> a threshold, how often its verdicts are right, whether that is more than chance, its biases
-    by_chance   the probability of so many right verdicts if they do not depend on the truth
+    by_chance   the probability of this many right verdicts if they do not depend on the truth
     strata      answers among which verdicts can be exchanged: those of one user, and one answer of each other user
     bias        how much more often one kind of answers is called good than another that is as good
 
@@ -264,7 +264,7 @@ def _share(right: Sequence[bool]) -> Share:
 
 @cache
 def surely(right: int, of: int, alpha: float) -> float:
-    """Return the share that is not below, but for a chance of `alpha`, where so many of so many are right."""
+    """Return the share that is not below, but for a chance of `alpha`, where k of n are right."""
     return lower_bound([1.0] * right + [0.0] * (of - right), alpha=alpha, worst=0.0)
 
 

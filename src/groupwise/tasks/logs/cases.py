@@ -169,7 +169,7 @@ def continued(exchanges: Sequence[Exchange]) -> tuple[list[Exchange], list[Bad]]
 
 
 def ways_on(exchanges: Sequence[Exchange]) -> Iterator[tuple[int, int]]:
-    """Yield each exchange that goes on from an answer, which it repeats with all that came before, and the one that
+    """Yield each exchange that continues from an answer, which it repeats with all that came before, and the one that
     gave it; of several that said the same, the last before it. Where a conversation's id is known, that is enough."""
     said: dict[str, list[int]] = defaultdict(list)
     order = sorted(range(len(exchanges)), key=lambda number: exchanges[number].time or 0.0)

@@ -2,7 +2,7 @@
 
 Exchange    the conversation before an answer, and the answer
 Outcome     a score of an answer, or what should have been said, by the id of the answer, its trace or conversation
-Belongs     of what stands in a row of its own: the user and the conversation of a trace
+Belongs     of what stands in its own row: the user and the conversation of a trace
 Bad         something that a format knows and that cannot be used, with the reason; it ends nothing
 LogFormat   reads the rows of one system as these
 """
