@@ -48,7 +48,7 @@ class GroupwiseError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
     def as_dict(self) -> dict[str, str | None]:
-        """Return what programs are told: {"message", "type", "code", "hint", "field", "kind"}."""
+        """Return the error for programs: {"message", "type", "code", "hint", "field", "kind"}."""
         said = {"message": self.message, "type": type(self).__name__, "code": self.code, "hint": self.hint}
         return said | {"field": self.field, "kind": self.kind}
 

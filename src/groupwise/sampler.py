@@ -152,8 +152,8 @@ class Scores(Protocol):
         temperature: float = 1.0,
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """Return what `score` does; with each log-probability those of the `top` likeliest tokens in its place, by
-        their ids."""
+        """Return `score`'s log-probabilities, each with those of the `top` likeliest tokens at its position, by their
+        ids."""
         ids, first = (*prompt_ids, *completion_ids), len(prompt_ids)
         scores = self.score_sequence(ids, version, first=first, top=top, temperature=temperature)
         return tuple(zip(scores.logprobs, scores.top, strict=True))

@@ -41,7 +41,7 @@ class Algorithm:
         raise NotImplementedError
 
     def token_weights(self, rollout: Rollout, sample: Sample) -> Sequence[float] | None:
-        """Return what the rollout's advantage is multiplied by at each token of `sample.completion_ids`; None: by 1.
+        """Return the factor of the rollout's advantage at each token of `sample.completion_ids`; None: 1.
 
         A rollout has one sample, or several where a turn does not continue from the one before.
         """
@@ -55,7 +55,7 @@ class FunctionAlgorithm(Algorithm):
         self._function = function
 
     def advantages(self, rewards: Sequence[float], rollouts: Sequence[Rollout]) -> Sequence[float]:
-        """Return what the function does."""
+        """Return the function's advantages."""
         return self._function(rewards, rollouts)
 
 

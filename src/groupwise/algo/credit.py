@@ -104,7 +104,7 @@ def has_turn_advantages(group: RolloutGroup, spec: AdvantageConfig) -> bool:
 
 
 def comparisons(group: RolloutGroup, spec: AdvantageConfig) -> Terms:
-    """Return what is compared with what in a group; no terms where fewer than two of its rollouts can be scored."""
+    """Return the comparisons within a group; none if fewer than two of its rollouts can be scored."""
     spec = _credit(spec)
     scored = [(i, rollout) for i, rollout in enumerate(group.rollouts) if _can_be_scored(rollout)]
     tracks = [track for i, rollout in scored for track in _tracks(i, rollout)] if len(scored) > 1 else []

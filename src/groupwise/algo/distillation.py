@@ -98,8 +98,7 @@ def demonstration_metrics(shown: Sequence[Sample]) -> dict[str, float]:
 
 
 def teacher_scores(groups: Sequence[RolloutGroup]) -> list[SequenceScores | None]:
-    """Return what the teacher said of each of the samples that `algo.samples.samples_of(groups)` makes; None where
-    nothing."""
+    """Return the teacher's scores of each sample of `algo.samples.samples_of(groups)`; None for a sample without."""
     found: list[SequenceScores | None] = []
     for rollout in (each for group in groups for each in group.rollouts if each.advantage is not None):
         found += rollout.teacher or (None,) * len(segments_of(rollout.turns))

@@ -57,7 +57,8 @@ def p_at_most(values: Sequence[float], mean: float, *, worst: float) -> float:
 
 
 def lower_bound(values: Sequence[float], *, alpha: float, worst: float) -> float:
-    """Return what the mean is not below, but for a chance of `alpha`, given that no value can be below `worst`."""
+    """Return the lower bound of the mean, wrong with probability `alpha` at most, given that no value can be below
+    `worst`."""
     at, weights = _counted(values, worst)
     low, high = worst, float(at.max())
     for _ in range(36):

@@ -171,7 +171,7 @@ class AdaptiveKL:
         return self.coeff
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs; target and horizon come from its configuration."""
+        """Return the state for a resumed run; target and horizon come from its configuration."""
         return {"coeff": self.coeff}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -67,7 +67,8 @@ class Definition:
 
 @cache
 def definitions() -> tuple[Definition, ...]:
-    """Return what every metric means, in the order of the table, which docs/metrics.md and the web interface show."""
+    """Return the meaning of every metric, in the order of the table, which docs/metrics.md and the web interface
+    show."""
     table = ruamel.yaml.YAML(typ="safe").load(TABLE.read_text("utf-8"))
     return tuple(
         Definition(metric=metric, section=section, **words)
@@ -90,7 +91,7 @@ def rollout_metrics(
     rerolled: int = 0,
     too_long: int = 0,
 ) -> Metrics:
-    """Return what a step's rollouts were like; the words are in metrics.yaml.
+    """Return the metrics of a step's rollouts; metrics.yaml explains them.
 
     Args:
         sampled: the groups drawn for this step, also those that are not trained on; without replayed ones.
@@ -148,7 +149,7 @@ def _are_same(group: RolloutGroup) -> bool:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Return what the learner trains on: completions, and tokens that are not masked."""
+    """Return the metrics of the learner's samples: completions, and tokens that are not masked."""
     metrics = {"train/samples": float(len(samples)), "train/tokens": float(sum(sum(s.mask) for s in samples))}
     if samples:
         metrics["train/advantage_abs_mean"] = fmean(map(_advantage_size, samples))

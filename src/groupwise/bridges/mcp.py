@@ -143,7 +143,7 @@ class McpConnection:
         return self._lost or not self._thread.is_alive()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return what the tool answers, from any event loop. Raises ToolError for an error of the tool's own."""
+        """Return the tool's answer, from any event loop. Raises ToolError for an error of the tool's own."""
         client = self._client
         if client is None or self.closed:
             raise ToolError(f"the MCP server {self.address} is gone")

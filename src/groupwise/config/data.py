@@ -93,7 +93,7 @@ class RowsConfig(Section):
 
     @property
     def label(self) -> str:
-        """Return what the source is called in what is said of it."""
+        """Return the source's name in messages."""
         return self.origin
 
     @property

@@ -32,8 +32,8 @@ _NAMES = (
 
 
 def model_path(name: str) -> str:
-    """Return what transformers loads for a model's name: the directory of one in the package, a directory (`~` is the
-    home), or a name on the hub."""
+    """Return the path or name that transformers loads for a model's name: the directory of one in the package, a
+    directory (`~` is the home), or a name on the hub."""
     if name in PACKAGED:
         return str(PACKAGED[name])
     return str(Path(name).expanduser()) if name.startswith("~") else name

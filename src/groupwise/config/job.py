@@ -131,8 +131,8 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
     """Fixes initialisation, dropout and the order of minibatches."""
 
     def parent(self, store: AdapterStore, *, name: str | None) -> PolicyVersion:
-        """Return what a job of this output name would continue now; a name alone means its newest healthy version.
-        Raises AdapterNotFoundError."""
+        """Return the version that a job of this output name would continue now; a name alone means its newest healthy
+        version. Raises AdapterNotFoundError."""
         wanted = self.base_adapter or name
         if wanted in (None, BASE):
             return PolicyVersion.base()
@@ -315,7 +315,7 @@ def job_field(key: str, kind: str) -> str | None:
 
 
 def job_name(key: str) -> str:
-    """Return what a request calls a run's key, for texts.
+    """Return a request's name of a run's key, for texts.
 
     >>> job_name("train.learning_rate"), job_name("rollout.max_tokens")
     ('config.learning_rate', 'max_tokens')

@@ -367,7 +367,7 @@ class RolloutConfig(Section):
 
     @property
     def grammar(self) -> Grammar | None:
-        """Return what completions must be; None where they may be anything."""
+        """Return the grammar of completions; None if they are not constrained."""
         if self.structured_outputs_regex is not None:
             return Grammar.regex(self.structured_outputs_regex, field="rollout.structured_outputs_regex")
         asked = self.structured_outputs

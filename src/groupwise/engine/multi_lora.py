@@ -216,7 +216,7 @@ class AdapterBank:
 
     @property
     def owners(self) -> Sequence[AdapterWeights | None]:
-        """Return what the calling thread has selected."""
+        """Return the calling thread's selection."""
         return self._now.owners
 
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
@@ -420,7 +420,7 @@ class Products:
         return multiply(self.of(modules), x)
 
     def of(self, modules: Sequence[Any]) -> Group:
-        """Return what modules that share an input multiply with; the same tensors each time."""
+        """Return the matrices of modules that share an input; the same tensors each time."""
         made = self._made.get(id(modules[0]))
         if made is None:
             with self._lock:  # threads that decode side by side need it at the same time

@@ -116,7 +116,7 @@ class Backbone:
         return norm(own.norm, h)
 
     def opening(self, ids_S: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the first layer gets: embeddings [S, hidden], cosines and sines [S, 1, D] as `_rotate` takes
+        """Return the inputs of the first layer: embeddings [S, hidden], cosines and sines [S, 1, D] as `_rotate` takes
         them."""
         h = self._own.embed_tokens(ids_S)
         cos, sin = (x[0, :, None] for x in self._own.rotary_emb(h, positions_S[None]))

@@ -370,7 +370,7 @@ def configure_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, *, fold
 
 
 def told_always(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what the tokenizer's template is told of every chat (`configure_chat`)."""
+    """Return the variables that the tokenizer's template gets for every chat (`configure_chat`)."""
     return dict(getattr(tokenizer, TOLD, {}))
 
 

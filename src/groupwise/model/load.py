@@ -92,7 +92,7 @@ class LoadedModel:
 
     @property
     def adaptable(self) -> AdaptableModules:
-        """Return what adapters of this model can change."""
+        """Return the modules that adapters of this model can change."""
         return AdaptableModules.of(self.model)
 
     @property
@@ -157,8 +157,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return what sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing
-    wider."""
+    """Return the type of sums and log-probabilities: float64, and float32 on Apple's GPUs, which have nothing wider."""
     return torch.float32 if device.type == "mps" else torch.float64  # gpu-aware
 
 
@@ -471,8 +470,8 @@ class AdaptableModules:
 
 
 def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
-    """Return what an adapter with these targets changes: full names of linear modules, of routers, and of the
-    parameters of experts, in the model's order.
+    """Return the modules that an adapter with these targets changes: full names of linear modules, of routers, and of
+    the parameters of experts, in the model's order.
 
     `all-linear` is every linear layer of the text decoder but the LM head: the projections of attention and of dense
     MLPs, shared experts included. It is neither a router nor a routed expert. `experts` is all routed experts, `vision`

@@ -38,7 +38,7 @@ LOST = frozenset(
 
 
 def lost_device(error: BaseException, device: torch.device) -> DeviceLostError | None:
-    """Return what `error` means if `device` is lost to this process; None where it still computes.
+    """Return a DeviceLostError for `error` if `device` is lost to this process; None if it still computes.
 
     An error whose number (`torch.AcceleratorError`) does not say so, such as one of Triton's or cuBLAS's, has the
     device asked.

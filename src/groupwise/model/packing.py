@@ -135,7 +135,7 @@ class MicroBatch:
         return on_device(copies, self.input_ids_S.device)
 
     def routed_experts(self) -> Tensor | None:
-        """Return what the sampler chose for the tokens that a forward runs, [layers, S, K], -1 where it is not
+        """Return the sampler's experts for the tokens that a forward runs, [layers, S, K], -1 where it is not
         recorded; None where it is for none of the rows."""
         recorded = [sample.routed_experts for sample in self.samples]
         if not (known := [each for each in recorded if each is not None]):

@@ -30,7 +30,7 @@ PACKAGE = "bitsandbytes"
 
 
 def bits_config(kind: str, dtype: torch.dtype, *, keep: list[str]) -> BitsAndBytesConfig:
-    """Return what transformers must be told to load a model so.
+    """Return transformers' configuration to load a model so.
 
     Args:
         kind: `nf4` or `int8`.

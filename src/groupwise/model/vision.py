@@ -368,7 +368,7 @@ class Vision:
         return [every[token // PLACES] for token in tokens]
 
     def features(self, token: int) -> Features:
-        """Return what the model's tower makes, without a graph, of the image that a token is of."""
+        """Return the model's features of the image that a token belongs to, without a graph."""
         key = (token - FIRST) // PLACES
         with self._lock:
             if (found := self._features.get(key)) is None:
@@ -380,8 +380,8 @@ class Vision:
         return found
 
     def computed(self, token: int, model: PreTrainedModel) -> Features:
-        """Return what the tower of a module tree makes of the image that a token is of. Raises DataError for an image
-        that is not known here."""
+        """Return the features that a module tree's tower computes for the image that a token belongs to. Raises
+        DataError for an image that is not known here."""
         with self._lock:
             seen = self._known(token)
             prepared = self._on_device(seen.picture)

@@ -75,7 +75,7 @@ class RewardWorkers(Protocol):
         prompt_id: str,
         state: TrainerState = AT_START,
     ) -> GroupScores:
-        """Return what the function answers for one group of `size` completions; failures are values of the answer."""
+        """Return the function's values for one group of `size` completions; failures are values, too."""
         ...
 
     def close(self) -> None:

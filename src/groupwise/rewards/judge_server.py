@@ -49,7 +49,7 @@ class JudgeServer:
 
     @property
     def gate(self) -> asyncio.Semaphore:
-        """Return what lets `concurrency` requests to this server run at once, in this event loop."""
+        """Return the limiter that lets `concurrency` requests to this server run at once, in this event loop."""
         gates = _gates.setdefault(asyncio.get_running_loop(), {})
         return gates.setdefault((self.url, self.concurrency), asyncio.Semaphore(self.concurrency))
 
@@ -121,8 +121,8 @@ def http_client(server: JudgeServer) -> httpx2.AsyncClient:
 async def ask_judge(
     http: httpx2.AsyncClient, question: Question[_T], *, server: JudgeServer, usage: JudgeUsage
 ) -> _T | JudgeFailure:
-    """Return what the judge said, read; or why there is nothing. It is asked again while `retries` and `deadline_s`
-    allow."""
+    """Return the judge's verdict; or the reason why there is none. The judge is asked again while `retries` and
+    `deadline_s` allow."""
     async with server.gate:
         end = time.monotonic() + server.deadline_s
         for attempt in itertools.count():

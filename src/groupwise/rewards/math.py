@@ -45,7 +45,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{...}, braces matched; None without one.
+    r"""Return the content of the last \boxed{...}, braces matched; None without one.
 
     >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'

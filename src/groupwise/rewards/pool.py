@@ -107,7 +107,7 @@ class RewardPool:
         prompt_id: str,
         state: TrainerState = AT_START,
     ) -> GroupScores:
-        """Return what the function answers for one group of `size` completions; failures are values of the answer.
+        """Return the function's values for one group of `size` completions; failures are values, too.
 
         `columns` is what `RewardFunction.accepted` let through. Raises RewardError if the pool is closed.
         """

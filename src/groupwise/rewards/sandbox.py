@@ -474,7 +474,7 @@ class Box:
         return None
 
     def output(self, *, timeout: float) -> str:
-        """Return what the program printed last. For one of which the last output is kept."""
+        """Return the end of the program's output, if the last output is kept."""
         self._write(b"t")
         told = self._line(time.monotonic() + timeout)
         return told.get("stdout", "") + told.get("stderr", "")

@@ -334,7 +334,8 @@ def _fitted(
 
 
 def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environments | None:
-    """Return what makes the environments of episodes, in `env.workers` processes if any; None where none are played."""
+    """Return the maker of episodes' environments, in `env.workers` processes if any; None if the run has no
+    environment."""
     env, config = plan.env, plan.config.env
     if config is None or env is None:
         return None

@@ -212,7 +212,7 @@ class Batches:
         return {flight.version for flight in self._in_flight if flight.group is None}
 
     def metrics(self) -> dict[str, float]:
-        """Return what waits to come back, where anything can."""
+        """Return the metrics of the replay buffer, of the prompts to try again, and of the prompts' source."""
         replay = self._replay.metrics(self.done) if self._replay.size else {}
         return replay | (self._reroll.metrics() if self._reroll.max_groups else {}) | self._source.metrics()
 

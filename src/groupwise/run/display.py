@@ -251,7 +251,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def findings_line(standing: Iterable[Finding]) -> Text:
-    """Return what is wrong now, in a line: each finding's name and since when, errors in red."""
+    """Return the open findings in a line: each finding's name and its first step, errors in red."""
     line = Text("wrong now  ", style="dim")
     return line + Text("  ").join(
         Text.assemble(

@@ -128,7 +128,7 @@ class Evaluation:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Return what there is to report: the reward, and with several completions of a prompt pass@1, pass@k,
+        """Return the measures to report: the reward, and with several completions of a prompt pass@1, pass@k,
         maj@k."""
         voted = (f"maj@{self.k}",) if self.answers else ()
         return ("reward", "pass@1", f"pass@{self.k}", *voted) if self.k > 1 else ("reward",)
@@ -154,7 +154,7 @@ class Evaluation:
         }
 
     def details(self) -> dict[str, float]:
-        """Return what else there is to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""
+        """Return further numbers to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""
         details = {"reward_stderr": self.standard_error(), "failed": float(self.failed)}
         for measure in self.measures[1:]:
             details |= {measure: self.measured(measure), f"{measure}_stderr": self.standard_error(measure)}
@@ -386,7 +386,7 @@ def paired_tests(first: Mapping[str, Evaluation], second: Mapping[str, Evaluatio
 
 
 def run_summary(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> dict[str, float]:
-    """Return what a run changed on its held-out prompts, by mode and measure: `before/greedy/reward`, `after/...` and
+    """Return a run's change on its held-out prompts, by mode and measure: `before/greedy/reward`, `after/...` and
     `change/...`, each with its standard error (`_stderr`), and the p value of the change (`_p`)."""
     summary: dict[str, float] = {}
     for when, evaluations in (("before", before), ("after", after)):

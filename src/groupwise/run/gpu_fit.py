@@ -169,7 +169,7 @@ class GpuFit:
 
 
 def fit(config: RunConfig, cards: Cards) -> GpuFit:
-    """Return what a run would choose on these GPUs.
+    """Return the settings that a run would choose on these GPUs.
 
     Raises:
         ConfigError: vLLM and the learner need more GPUs than there are.

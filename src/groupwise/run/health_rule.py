@@ -159,7 +159,7 @@ class Rule:
     remedies: tuple[Remedy, ...]
 
     def condition(self, severity: Severity) -> Condition | None:
-        """Return what makes a finding of this severity; None if the rule has none."""
+        """Return the condition of a finding of this severity; None if the rule has none."""
         threshold = self.warn if severity == "warn" else self.error
         if threshold is None:
             return None

@@ -236,7 +236,7 @@ class _Work:
         return self.to / RUN
 
     def trained(self) -> dict[str, Any]:
-        """Return what was trained, if need be by training it."""
+        """Return the trained policy; train it if it is not there yet."""
         if self.said.get("trained") is not None:
             return self.said["trained"]
         config = self.config()
@@ -301,7 +301,7 @@ class _Work:
         return self.asked(), differences
 
     def cost_with(self, spent: Mapping[str, float]) -> dict[str, Any]:
-        """Return what the training and the measuring so far cost, with what was spent besides."""
+        """Return the cost of training and measuring so far, with further costs."""
         cost = self.said["trained"]["cost"]
         return cost | {name: cost[name] + each for name, each in spent.items()}
 

@@ -113,7 +113,7 @@ class Task:
 
 
 def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
-    """Return what the job does.
+    """Return the job's task.
 
     Raises:
         TrainingError: there is nothing to learn from.

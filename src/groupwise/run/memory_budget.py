@@ -44,7 +44,7 @@ def load_of(
     teacher: Teacher | None = None,
     engine: Sampler | None = None,
 ) -> Load:
-    """Return what `model.memory` must know of a run, whose longest prompt has so many tokens."""
+    """Return the load of a run for `model.memory`, given the tokens of its longest prompt."""
     model, weights = base.model, list(base.model.parameters())
     size = ModelSize.of(
         model.config.get_text_config(),

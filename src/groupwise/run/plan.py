@@ -74,7 +74,7 @@ class RunPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """Return what is accepted and biases what is learned."""
+        """Return warnings about accepted settings that bias training."""
         train = self.config.train
         return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.may_be_stale)
 

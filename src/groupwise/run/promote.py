@@ -167,7 +167,7 @@ class Promotion:
                 self._store.refuse(version, "it was not promoted: it was not evaluated, or a later one was promoted")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is for `load_state_dict`; goes through JSON."""
+        """Return the state for `load_state_dict`; fit for JSON."""
         assert self._old is not None
         versions = {"start": self._start, "against": self._against, "promoted": self.promoted, "best": self._best}
         return {

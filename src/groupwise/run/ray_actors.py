@@ -172,7 +172,7 @@ def _settle(answer: Future[Any], done: Future[Any]) -> None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what an actor's method raised, or WorkerLost where there is no actor any more."""
+    """Return the error of an actor's method, or WorkerLost if the actor is gone."""
     exceptions = importlib.import_module("ray.exceptions")
     if isinstance(error, exceptions.RayTaskError):
         return getattr(error, "cause", None) or error

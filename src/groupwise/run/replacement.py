@@ -77,7 +77,7 @@ def decide(new: Sequence[float], old: Sequence[float], *, gain: float, alpha: fl
 
 
 def told(gains: Sequence[float], *, gain: float, alpha: float) -> Says:
-    """Return what the differences of prompts say."""
+    """Return the decision by the prompts' differences: better, not better or open."""
     if p_at_most([-each for each in gains], -gain, worst=WORST) <= alpha:
         return "not better"
     return "better" if p_at_most(gains, 0.0, worst=WORST) <= alpha else "open"

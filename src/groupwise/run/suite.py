@@ -104,7 +104,7 @@ class SuiteResult:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is kept with the version."""
+        """Return the results that are stored with the version."""
         metrics = {
             name: {key: value for key, value in vars(metric).items() if value is not None}
             for name, metric in self.metrics.items()

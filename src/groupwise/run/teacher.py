@@ -383,7 +383,7 @@ def _own_scores(rollout: Rollout) -> tuple[SequenceScores, ...]:
 
 
 def context_of(prompt: Prompt, config: TeacherConfig) -> str | None:
-    """Return what the column has for a prompt; None where that is nothing."""
+    """Return the column's value for a prompt; None if it is empty."""
     value = prompt.columns.get(config.context or "")
     return None if value is None or value == "" else str(value)
 

@@ -70,7 +70,7 @@ class PolicyUpdates:
         return StepUpdate(self, step)
 
     async def in_learner_thread(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; all that uses the learner runs there."""
+        """Run `work` in the learner's thread and return its result; everything that uses the learner runs there."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Measured:
         return fmean(known) if known else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is for `from_dict`; goes through JSON, which has no nan."""
+        """Return the values for `from_dict`; fit for JSON, which has no nan."""
         return {"rewards": [each if math.isfinite(each) else None for each in self.rewards], "length": self.length}
 
     @classmethod
@@ -60,7 +60,7 @@ class Measured:
 
 
 def measured(evaluation: Evaluation) -> Measured:
-    """Return what the evaluated version did."""
+    """Return the results of the evaluated version."""
     said = [
         sum(len(turn.completion.token_ids) for turn in rollout.turns)
         for group in evaluation.groups
@@ -269,7 +269,7 @@ def within_bounds(
 
 
 def drifted(new: Measured, before: Start, max_kl: Limit, max_length_ratio: Limit) -> tuple[list[str], dict[str, float]]:
-    """Return what is wrong with how far `new` is from what was before it, and the numbers."""
+    """Return why `new` has drifted too far from earlier versions (empty if not), and the numbers."""
     ratio, problems = new.length / before.length if before.length else 1.0, list[str]()
     name, most = max_kl
     if most is not None and before.kl is not None and not before.kl <= most:

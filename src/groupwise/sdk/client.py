@@ -130,7 +130,7 @@ class _Calls(Flows):
 
     @ClientMethod
     def models(self, *, timeout: float = ASK_S) -> Flow[list[ModelCard]]:
-        """Return what `model` and `adapter` may say."""
+        """Return the names that `model` and `adapter` may have."""
         models = yield from self.ask(ModelList, "/v1/models", timeout=timeout)
         return models.data
 
@@ -242,7 +242,8 @@ class _Calls(Flows):
 
     @ClientMethod
     def learning(self, *, timeout: float = ASK_S) -> Flow[LearnAnswer]:
-        """Return what automatic training from ratings does, or why it does nothing, and what it did lately."""
+        """Return the state of automatic training from ratings: what it does or waits for, and its latest
+        transitions."""
         return self.ask(LearnAnswer, "/v1/learn", timeout=timeout)
 
     @ClientMethod
@@ -309,7 +310,7 @@ class _Calls(Flows):
 
     @ClientMethod
     def metrics(self, job_id: str, *, timeout: float = ASK_S) -> Flow[list[dict[str, Any]]]:
-        """Return what a job measured, step by step."""
+        """Return a job's metrics, step by step."""
         measured = yield from self.ask(JobMetrics, _job_path("metrics", job_id), timeout=timeout)
         return measured.steps
 
@@ -320,7 +321,7 @@ class _Calls(Flows):
 
     @Stream
     def events(self, job_id: str, *, after: int = 0, timeout: float = WAIT_S) -> Emits[JobEvent]:
-        """Yield what has happened to a job after event `after`, and what happens, until the job has ended.
+        """Yield a job's events after event `after`, and further ones as they come, until the job has ended.
 
         Raises:
             DeadlineError: it had not ended after `timeout` seconds.

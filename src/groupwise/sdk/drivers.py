@@ -44,7 +44,7 @@ class _Walk(Generic[T]):
         self.failure: Exception | None = None
 
     def step(self) -> Step[Any] | None:
-        """Return what is to be done next; None at the end."""
+        """Return the next action; None at the end."""
         outcome, failure = self.outcome, self.failure
         self.outcome = self.failure = None
         try:
@@ -262,7 +262,7 @@ def server_url(url: str | None) -> str:
 
 
 def connection(url: str, api_key: str | None) -> dict[str, Any]:
-    """Return what both kinds of httpx2 client are made with."""
+    """Return the arguments of both kinds of httpx2 client."""
     from groupwise import __version__
 
     key = (os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key).strip()

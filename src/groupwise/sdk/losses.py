@@ -164,7 +164,7 @@ def datum_loss(
 
 
 def checked_custom(returned: Any) -> tuple[Tensor, dict[str, float]]:
-    """Return what a function of one's own returned, as its loss and its metrics.
+    """Return the result of a user's loss function as its loss and its metrics.
 
     Raises:
         ConfigError: the result is not a scalar tensor with a gradient and a mapping of numbers.

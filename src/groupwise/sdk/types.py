@@ -71,7 +71,7 @@ def read(kind: type[T], data: Any) -> T:
 
 
 def as_json(value: Any) -> Any:
-    """Return what the server sent, the inverse of `read`, without what this client does not know."""
+    """Return the answer as the server sent it, the inverse of `read`, without fields that this client does not know."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", by_alias=True)
     if isinstance(value, Mapping):

@@ -272,7 +272,7 @@ class Gatekeeper:
 
     @property
     def trial(self) -> Trial | None:
-        """Return what is on trial."""
+        """Return the trial, None without one."""
         return self._parts.policies.trial
 
     @property
@@ -298,8 +298,7 @@ class Gatekeeper:
         return self.trial
 
     async def decide(self, job: Job, version: PolicyVersion) -> tuple[Decision, str]:
-        """Return what the supervisor does with a published version. What fails for now raises GroupwiseError: ask
-        again."""
+        """Return the decision about a published version. Raises GroupwiseError for a temporary failure: ask again."""
         parts, store = self._parts, self._parts.store
         if self.trial is not None:
             return (

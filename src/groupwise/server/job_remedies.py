@@ -31,7 +31,7 @@ _ELSEWHERE = {  # said before a job is posted
 
 
 def job_remedies(rule: str, kind: str, config: Mapping[str, Any], *, name: str = "") -> list[str]:
-    """Return what to do about a finding of this rule in a job of this configuration, as it was accepted."""
+    """Return the remedy for a finding of this rule in a job of this accepted configuration."""
     return [text for remedy in _REMEDIES[rule] if (text := _told(remedy, kind, _effective(config), name)) is not None]
 
 

@@ -113,7 +113,7 @@ class RatedGroup:
 
     @property
     def version(self) -> str:
-        """Return what further completions are sampled from: the version of the newest rated answer."""
+        """Return the version that samples further completions: that of the newest rated answer."""
         return self.records[-1].version
 
 
@@ -176,7 +176,7 @@ def ratings_in(groups: Iterable[RatedGroup]) -> list[int]:
 
 
 def temperature_of(groups: Sequence[RatedGroup]) -> float:
-    """Return what a job of these groups is trained at: the temperature of most rated answers; 1 where all are
+    """Return the temperature of a job of these groups: the temperature of most rated answers; 1 where all are
     greedy."""
     sampled = Counter(record.temperature for group in groups for record in group.records if record.temperature > 0)
     return sampled.most_common(1)[0][0] if sampled else 1.0
@@ -592,7 +592,7 @@ def _set_paused(parts: LearnParts, paused: bool) -> LearnAnswer:
 
 
 def shown(parts: LearnParts) -> LearnAnswer:
-    """Return what automatic training does, as it is answered. Reads the disk."""
+    """Return the state of automatic training, as the route answers it. Reads the disk."""
     config, trainer = parts.config.learn, parts.trainer
     lately = automatic_jobs(parts.ledger)
     running = next((job for job in lately if not job.state.is_final), None)

@@ -152,7 +152,7 @@ class Trial:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Return what `go_on` needs in another process; goes through JSON."""
+        """Return the values that `go_on` needs in another process; fit for JSON."""
         counted: dict[str, Any] = {"requests": list(self.requests.values()), "errors": list(self.errors.values())}
         if self.pairs:
             counted["pairs"] = [[pair.rewards, pair.tokens, pair.gap] for pair in self.pairs]
@@ -244,7 +244,7 @@ class Policies:
 
     @property
     def active(self) -> PolicyVersion:
-        """Return what answers requests that name no adapter."""
+        """Return the version that answers requests without an adapter."""
         return self._active
 
     @property

@@ -59,7 +59,7 @@ def dishonest(agreed: Sequence[bool], *, honest: float, confidence: float) -> bo
 
 
 def named(rater: Rater) -> str:
-    """Return what people call a rater."""
+    """Return a rater's name for people."""
     sender, user = rater
     who = "those without a user" if user is None else f"user {user!r}"
     return f"{who} of the key {sender!r}" if sender else who
@@ -157,7 +157,7 @@ class Raters:
         return new
 
     def shown(self, *, limit: int) -> list[RaterAnswer]:
-        """Return what is known of raters: those who are distrusted first, then those who agreed least often. Reads the
+        """Return the raters' records: those who are distrusted first, then those who agreed least often. Reads the
         disk."""
         distrusted = self._log.distrusted()
         agreed = {rater: list[bool]() for rater in distrusted} | self._log.agreed(self._known.keys())

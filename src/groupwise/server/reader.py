@@ -199,7 +199,7 @@ class Reader:
         return self._threads.submit(work, *args, **kwargs)
 
     async def read_json(self, http: Request, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `read` makes of a request's body, which is JSON.
+        """Return `read`'s result for a request's body, which is JSON.
 
         Raises:
             MediaTypeError: the content type is another.

@@ -200,7 +200,7 @@ class RunFiles:
         )
 
     def health(self) -> Report:
-        """Return what is wrong, or was; with overrides for this configuration, if it is one of this version."""
+        """Return the findings, open or ended; with overrides for this configuration, if it is one of this version."""
         return examine(self.metrics.by_step(), config=self._known())
 
     def _known(self) -> RunConfig | None:

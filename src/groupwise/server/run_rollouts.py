@@ -148,7 +148,7 @@ def _in_order(
 
 
 def facets(run: RunFiles) -> RolloutFacets:
-    """Return what the completions can be filtered by, counted in the newest files, as far as one page reads."""
+    """Return the values by which completions can be filtered, counted in the newest files, as far as one page reads."""
     versions, reasons, tags = Counter[str](), Counter[str](), dict[str, Counter[str]]()
     counted = read = 0
     places = _files(run)
@@ -301,7 +301,7 @@ class _Line:
         ]
 
     def text(self, i: int) -> str:
-        """Return what the policy said, turn by turn."""
+        """Return the policy's text, turn by turn."""
         return "\n".join(turn["text"] for turn in self.raw["rollouts"][i]["turns"])
 
     def fields(self, i: int, prompt: str, text: str) -> dict[str, Any]:

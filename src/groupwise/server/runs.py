@@ -86,7 +86,7 @@ async def show_run(request: Request, run: str) -> RunDetail:
 
 @router.get("/runs/{run}/metrics", **documented(answer=RunMetrics, errors=[RunNotFoundError, RequestError]))
 async def run_metrics(request: Request, run: str, after: Cursor = None) -> RunMetrics:
-    """Return what was recorded of each step so far, or only what came behind a cursor."""
+    """Return the metrics of each step so far, or only those after a cursor."""
     lines = await run_in_threadpool(_run(request, run).metrics.since, after)
     return RunMetrics(run=run, steps=[dict(record) for record in lines.records], next=lines.next, anew=lines.anew)
 

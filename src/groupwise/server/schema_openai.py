@@ -245,7 +245,7 @@ class Sampling(PolicyChoice):
 
     @property
     def answer_grammar(self) -> types.Grammar | None:
-        """Return what the answer must be; None where it may be anything."""
+        """Return the grammar of the answer; None if it is not constrained."""
         for name, value in self.forms.items():
             if isinstance(value, ResponseFormat):
                 given = value.json_schema

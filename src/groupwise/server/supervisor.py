@@ -67,8 +67,8 @@ class Admits(Protocol):
     async def decide(
         self, job: Job, version: PolicyVersion
     ) -> tuple[Literal["activate", "refused", "trial", "wait"], str]:
-        """Return what is to be done with a published version, and why. Raises GroupwiseError for what passes by
-        itself."""
+        """Return the decision about a published version, and its reason. Raises GroupwiseError for a temporary
+        failure."""
         ...
 
 

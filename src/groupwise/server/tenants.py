@@ -159,7 +159,7 @@ class Tenants:
             raise
 
     def opened(self) -> list[Server]:
-        """Return what `of` has made."""
+        """Return the tenants' servers that `of` has opened."""
         return [task.result() for task in self._open.values() if task.done() and not task.exception()]
 
     def names(self) -> list[str]:

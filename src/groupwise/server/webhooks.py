@@ -260,7 +260,7 @@ class Webhooks:
 
 
 def payload(job: Job, *, path: Path | None) -> dict[str, Any]:
-    """Return what is posted for a finished job. `path` is the directory of the version that it made."""
+    """Return the body posted for a finished job. `path` is the directory of the version that it made."""
     error = job.error or {}
     return {
         "job_id": job.id,

@@ -351,7 +351,7 @@ class _Targets:
         return None
 
     def pattern_key(self, module: str) -> str:
-        """Return what PEFT matches the patterns of ranks and alphas with."""
+        """Return the text that PEFT matches with the patterns of ranks and alphas."""
         return module + _WEIGHT if self._has_weight_named(module) else module
 
     def _has_weight_named(self, module: str) -> bool:

@@ -187,7 +187,7 @@ class AdapterStore:
             files.replace(self._refusal(version), reason)
 
     def notes(self) -> Mapping[PolicyVersion, str]:
-        """Return what users wrote about versions; a version without a note is not in it. Raises AdapterError if
+        """Return users' notes by version; a version without a note is left out. Raises AdapterError if
         `.notes.json` cannot be read."""
         try:
             with files.writing(f"reading {self._notes_path}"):
@@ -210,9 +210,9 @@ class AdapterStore:
         return next(found, None)
 
     def resolve(self, text: str | None) -> PolicyVersion:
-        """Return what a user's word means now: None the active version, "base", "name@12", or "name": the active
-        version if it is of that name, else the newest that is not unhealthy. Raises AdapterNotFoundError listing what
-        there is."""
+        """Return the version that a user's word means now: for None the active version, "base", "name@12", or "name":
+        the active version if it is of that name, else the newest that is not unhealthy. Raises AdapterNotFoundError
+        listing what there is."""
         if text is None or text == BASE:
             return self.active if text is None else PolicyVersion.base()
         if "@" in text:
@@ -404,7 +404,7 @@ class AdapterStore:
             files.replace(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
     def evaluations(self, version: PolicyVersion) -> tuple[Mapping[str, Any], ...]:
-        """Return what was measured of a version, oldest first. Raises AdapterError if it cannot be read."""
+        """Return a version's evaluations, oldest first. Raises AdapterError if it cannot be read."""
         path = self._evaluations_path(version)
         try:
             with files.writing(f"reading {path}"):

@@ -49,7 +49,7 @@ class Transport(Protocol):
     """Shares device memory with another process: `export` here, `attach` there."""
 
     def export(self, tensor: Tensor) -> Handle:
-        """Return what another process needs to have this very memory. Raises RuntimeError."""
+        """Return a handle by which another process can map this memory. Raises RuntimeError."""
         ...
 
     def attach(self, handle: Handle) -> Tensor:

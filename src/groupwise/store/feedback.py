@@ -120,7 +120,7 @@ class FeedbackLog:
             return _read(db.execute(f"{_ROWS} WHERE feedback.id = ?", (rating.id,)).fetchone()), True
 
     def by_key(self, key: str, fingerprint: str) -> Feedback | None:
-        """Return what this idempotency key made. Raises IdempotencyConflictError."""
+        """Return the feedback that this idempotency key made. Raises IdempotencyConflictError."""
         with self._db.reading("looking for an idempotency key") as db:
             return self._by_key(db, key, fingerprint)
 

@@ -372,7 +372,7 @@ def check_writable(directory: Path) -> None:
 
 
 def read_json(path: Path, kind: TypeAdapter[T], *, hint: str) -> T | None:
-    """Return what a JSON file holds; None where there is no file. `hint` says what to do about a damaged one.
+    """Return a JSON file's content; None if there is no file. `hint` says what to do about a damaged one.
 
     Raises StorageError if it cannot be read or is not of this kind.
     """

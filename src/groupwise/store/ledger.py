@@ -298,8 +298,7 @@ class Ledger:
             ]
 
     def payload(self, id: str) -> bytes:
-        """Return what the job was submitted with. Raises JobNotFoundError, or DamagedPayloadError where it is not
-        that."""
+        """Return the job's submitted payload. Raises JobNotFoundError, or DamagedPayloadError if it is damaged."""
         job = self.job(id)
         with storing(f"reading the payload of job {id}", at=self.path):
             try:
@@ -615,7 +614,7 @@ class Ledger:
 
     @property
     def damage(self) -> str | None:
-        """Return what was found damaged since the ledger was opened; nothing in it can be relied on any more."""
+        """Return the damage found since the ledger was opened; then nothing in it can be relied on."""
         return self._db.damage
 
     def verify(self) -> None:

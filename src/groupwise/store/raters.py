@@ -101,7 +101,7 @@ class RaterLog:
 
 
 def digest_of(prompt_ids: tuple[int, ...]) -> str:
-    """Return what stands for a prompt in the ledger."""
+    """Return a prompt's digest in the ledger."""
     return hashlib.sha256(packed_ids(prompt_ids)).hexdigest()[:32]
 
 

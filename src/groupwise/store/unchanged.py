@@ -23,8 +23,8 @@ class Unchanged(Generic[T]):
         self._known: dict[str, tuple[tuple[int, int, int], T]] = {}
 
     def get(self, path: str, read: Callable[[], T]) -> T:
-        """Return what `read` returned when it was called last, or now if the file is another one since. Raises OSError
-        if there is none, and what `read` raises."""
+        """Return `read`'s last result, or a new one if the file has changed since. Raises OSError without a file, and
+        `read`'s errors."""
         try:
             about = os.stat(path)
         except OSError:

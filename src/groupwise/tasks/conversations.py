@@ -79,7 +79,7 @@ class Conversations:
 
     @property
     def first_request(self) -> FirstRequest | None:
-        """Return what the policy was first asked; None before the first answer."""
+        """Return the policy's first request; None before the first answer."""
         if not self._begun:
             return None
         seen = self._begun[0].transcript

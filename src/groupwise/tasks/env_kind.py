@@ -101,7 +101,8 @@ class EnvKind:
         raise NotImplementedError(f"{type(self).__name__} does not say how its episodes are played")
 
     def open_check(self, wanted: CheckRequest, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
-        """Return what `groupwise env check` plays. Raises ConfigError where it cannot play episodes one by one."""
+        """Return the environment for `groupwise env check`. Raises ConfigError if it cannot play episodes one by
+        one."""
         hint = "try it in a short run: groupwise run CONFIG train.steps=2"
         raise ConfigError(f"env check plays episodes, and {self.name} plays whole batches", hint=hint)
 

@@ -85,7 +85,7 @@ class TextStream:
         return self._give(min(found) if found else len(self._held) - beginning_length(self._held, self._stop))
 
     def finish(self, text: str) -> str:
-        """Return what is missing of the completion's whole `text`, as the engine gives it."""
+        """Return the rest of the completion's whole `text`, as the engine gives it."""
         return text[self._given :]
 
     def _give(self, length: int) -> str:

@@ -79,7 +79,7 @@ class Rows:
         return self._sampled(list(kept), config.sample)
 
     def count(self, used: int, *, share: float | None = None) -> RowCount:
-        """Return what the last iteration came to, of which `used` rows are used."""
+        """Return the counts of the last iteration, of which `used` rows are used."""
         rows, filtered, whole = self._rows, self._filtered, self._whole
         return RowCount(label=self.label, rows=rows, filtered=filtered, used=used, share=share, whole=whole)
 

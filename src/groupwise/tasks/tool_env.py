@@ -48,7 +48,7 @@ class ToolEnv:
     _spare: OwnThread | None = None
 
     def first_message(self, case: Mapping[str, Any], seed: int) -> Any:
-        """Return what the policy is asked: a user's text, messages, or an Observation. May be async."""
+        """Return the policy's first prompt: a user's text, messages, or an Observation. May be async."""
         raise EnvError(
             f"{type(self).__name__} has no first_message(case, seed)", hint="write it; it returns the question"
         )

@@ -64,7 +64,7 @@ class Wordle:
         )
 
     def step(self, message: Message) -> StepResult:
-        """Return what the guess has right."""
+        """Return the feedback on the guess."""
         said = str(message.get("content") or "").rpartition("</think>")[2]
         guess = (tagged(said, "guess") or said).strip().strip("[].").lower()
         self._made += 1

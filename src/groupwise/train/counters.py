@@ -14,7 +14,7 @@ COUNTERS, SHARDS = "learner.json", "shards"  # what a checkpoint's directory hol
 
 
 def counters_of(learner: Learner) -> dict[str, Any]:
-    """Return what of it goes through JSON."""
+    """Return its counters, as values for JSON."""
     counters = {"steps": learner.steps, "refused_steps": learner.refused_steps, **learner.reference.counters()}
     return {**counters, "shuffle": learner.shuffle.getstate()}
 
@@ -27,5 +27,5 @@ def restore_counters(learner: Learner, counters: Mapping[str, Any]) -> None:
 
 
 def read_counters(directory: Path) -> dict[str, Any]:
-    """Return what `counters_of` was when it was saved there."""
+    """Return the counters of `counters_of` that were saved there."""
     return json.loads((directory / COUNTERS).read_text())

@@ -218,7 +218,7 @@ def packed_logprobs(
 def logprobs_of_hidden(
     hidden_SH: Tensor, model: PreTrainedModel, batch: MicroBatch, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what `packed_logprobs` returns, given the last hidden states of a micro-batch's packed row."""
+    """Return `packed_logprobs`' result from the last hidden states of a micro-batch's packed row."""
     return _logprobs(hidden_SH.index_select(0, batch.source_N), model, batch, temperature)
 
 

@@ -55,7 +55,7 @@ class Seat:
 
 
 def joint_logprobs(seats: Sequence[Seat]) -> list[tuple[Tensor, Tensor]]:
-    """Return what `packed_logprobs` returns of each seat."""
+    """Return `packed_logprobs`' result for each seat."""
     sizes = [seat.tokens for seat in seats]
     layouts: list[Layout] = []
     for seat in seats:

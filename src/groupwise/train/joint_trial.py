@@ -27,7 +27,7 @@ RANKS = (4, 16, 4)
 
 
 def why_not_as_alone(base: LoadedModel) -> str | None:
-    """Return what differs in a joint pass from the same alone; None where nothing does."""
+    """Return the differences between a joint pass and the same passes alone; None without any."""
     seats = [_seat(base, number) for number in range(len(SHAPES))]
     with torch.no_grad():
         together, alone = joint_logprobs(seats), [packed_logprobs(seat.model, seat.batch) for seat in seats]

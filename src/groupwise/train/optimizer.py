@@ -58,8 +58,8 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) 
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return what the optimizer keeps of a parameter, on the CPU; nothing before its first step. The levels of 8 bits
-    are the same always."""
+    """Return the optimizer's state of a parameter, on the CPU; empty before its first step. The levels of 8 bits are
+    always the same."""
     state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not key.startswith(_LEVELS)}
     return {key: torch.as_tensor(value).detach().cpu().contiguous() for key, value in state.items()}
 

@@ -127,12 +127,12 @@ class Reference:
     # -- saving: `base` is what the learner is made with, and is not saved ---------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `load` needs, on the CPU."""
+        """Return the tensors for `load`, on the CPU."""
         saved = [] if self.spec.kind == "base" else self._tensors
         return {f"{_KEY}{i}": tensor.detach().cpu().contiguous() for i, tensor in enumerate(saved)}
 
     def counters(self) -> dict[str, int]:
-        """Return what `load` needs besides."""
+        """Return the other values for `load`."""
         return {"reference_steps": self.steps}
 
     @torch.no_grad()

@@ -112,7 +112,7 @@ class SingleProcess:
         return x
 
     def dropout_number(self, micro_batch: int) -> int:
-        """Return what dropout of this process's micro-batch depends on, another for each process."""
+        """Return the number on which dropout in this process's micro-batch depends, different in each process."""
         return micro_batch
 
     # -- forward, backward, step ---------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def score_answer(
 
 
 def answer_of(reply: str, *, tag: str = "answer", strict: bool = False) -> str | None:
-    """Return what a reply answers; None where it has no answer.
+    """Return a reply's answer; None if it has none.
 
     >>> answer_of("<think>2 + 2</think>It is <answer> 4 </answer>"), answer_of("4 "), answer_of("4", strict=True)
     ('4', '4', None)

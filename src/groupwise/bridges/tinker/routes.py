@@ -135,7 +135,7 @@ class Tinker:
 
 
 def make(parts: Parts) -> Tinker:
-    """Return what the routes keep of the owner or of a tenant, whose policies then have Tinker's names, too."""
+    """Return the routes' state for the owner or a tenant, whose policies then have Tinker's names, too."""
     tinker = Tinker(parts)
     parts.policies.elsewhere = tinker.policy_of
     return tinker

@@ -249,7 +249,7 @@ class Ttl(Body):
 
 
 def check_metadata(metadata: Metadata) -> dict[str, str] | None:
-    """Return what a client wrote on its run or checkpoint, as short texts. Raises RequestError."""
+    """Return a client's metadata of its run or checkpoint, as short texts. Raises RequestError."""
     if metadata is None:
         return None
     texts = {str(key): str(value) for key, value in metadata.items()}

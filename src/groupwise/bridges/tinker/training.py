@@ -98,8 +98,8 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
 
 
 def targets_of(lora: Mapping[str, Any], adaptable: AdaptableModules) -> str | tuple[str, ...]:
-    """Return what an adapter changes of a model: in a mixture the MLP is its experts, too, as Tinker's `train_mlp` has
-    it."""
+    """Return the modules of a model that an adapter changes: in a mixture the MLP is its experts, too, as Tinker's
+    `train_mlp` has it."""
     targets = lora["targets"]
     if targets == ATTENTION or not any(adaptable.experts.values()):
         return targets if targets == ALL_LINEAR else tuple(targets)
@@ -312,7 +312,7 @@ class Models:
         body: bodies.SaveWeights | bodies.SaveForSampler | bodies.SaveExternal,
         **more: Any,
     ) -> Checkpoint:
-        """Return what is recorded of a checkpoint."""
+        """Return the record of a checkpoint."""
         return Checkpoint(
             run=model.id,
             kind=kind,

@@ -66,7 +66,7 @@ class TrlEnvironment(ToolEnv):
         return self.offer(_with(_messages(case.get("prompt")), seen))
 
     async def score(self, episode: Episode) -> float:
-        """Return what `get_reward` says; 0 without it, where reward functions score."""
+        """Return the result of `get_reward`; 0 without it, when reward functions score."""
         if not callable(getattr(type(self._played), "get_reward", None)):
             return 0.0
         return reward_of(await self._called(self._played.get_reward), f"{type(self._played).__name__}.get_reward")

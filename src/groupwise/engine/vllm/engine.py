@@ -293,7 +293,7 @@ class VllmEngine:
 
     @property
     def servers(self) -> dict[str, Accepted | None]:
-        """Return what was found out about each server; None: it is away."""
+        """Return the properties of each server, None for one that is away."""
         return {member.name: member.accepted for member in self._fleet.members}
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
@@ -634,7 +634,7 @@ def completion_of(
     *,
     ends: Collection[int | None],
 ) -> Completion:
-    """Return what vLLM sampled for a request as a completion, its text without the stop string or the stop id that
+    """Return vLLM's answer to a request as a completion, its text without the stop string or the stop id that
     ended it. `ends`: `closing_ids(tokenizer)`."""
     ids, params = sampled.token_ids, request.params
     text = stopped_text(ids, params, tokenizer, ends=ends) if ids else ""

@@ -81,7 +81,7 @@ class FleetMember:
 
     @property
     def base(self) -> str:
-        """Return what requests for the base model are addressed to."""
+        """Return the model name of requests for the base model."""
         assert self.accepted is not None
         return self.accepted.base
 

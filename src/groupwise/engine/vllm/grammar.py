@@ -42,8 +42,8 @@ class VllmGrammars:
         return {"grammar": lark_text(grammar, self._compiler.tokenizer)}
 
     def mask(self, grammar: Grammar, token_ids: Sequence[int]) -> SamplingMask:
-        """Return what each of these tokens was drawn from. Raises EngineError: the grammar does not allow one of
-        them."""
+        """Return the part of the vocabulary from which each of these tokens was sampled. Raises EngineError: the
+        grammar does not allow one of them."""
         text = lark_text(grammar, self._compiler.tokenizer)
         matcher = self._compiler.matcher(Grammar.lark(text, field=grammar.field)).deep_copy()
         entries = []

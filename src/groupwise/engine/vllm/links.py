@@ -49,7 +49,7 @@ class Chunk:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return what vLLM is told of it."""
+        """Return the description of these tensors for vLLM."""
         return {
             "names": list(self.names),
             "dtype_names": [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
@@ -69,7 +69,7 @@ class Link(Protocol):
         ...
 
     def described(self, chunk: Chunk) -> dict[str, Any]:
-        """Return what the server is told of a chunk that comes."""
+        """Return the description of the next chunk for the server."""
         ...
 
     def send(self, chunk: Chunk) -> None:

@@ -147,7 +147,7 @@ def shape_of(
     device: str,
     cast_lm_head: str,
 ) -> Shape:
-    """Return what vLLM must know of the model `name`, which is like `model`, and of its adapters."""
+    """Return the facts that vLLM needs about the model `name`, which is like `model`, and about its adapters."""
     dtype, cpu = model.dtype, resolve_device(device).type != "cuda"  # gpu-aware
     return Shape(
         model=model_path(name),

@@ -57,7 +57,7 @@ class Published:
 
     @property
     def label(self) -> str:
-        """Return what a server calls its weights where they are this version's."""
+        """Return the name of a server's weights when they are this version's."""
         return str(self.path)
 
 
@@ -143,7 +143,7 @@ class Leases:
 
     @property
     def alive(self) -> list[Published]:
-        """Return what every server must have: all that requests name, or still sample from."""
+        """Return the versions that every server must have: those that requests may name, or still sample from."""
         with self._lock:
             return [lease.published for lease in (*self._of.values(), *self._leaving)]
 

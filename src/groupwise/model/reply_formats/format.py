@@ -112,7 +112,7 @@ class ReplyFormat(ABC):
 
     @abstractmethod
     def parser(self, *, thinks: bool = False, calls: bool = True, tools: Tools = ()) -> ReplyParser:
-        """Return what splits a reply that arrives in pieces.
+        """Return a parser that splits a reply that arrives in pieces.
 
         Args:
             thinks: whether the prompt ends inside a thought, so that the reply begins in it.
@@ -144,5 +144,5 @@ class ReplyFormat(ABC):
 
     # ---- constrained ----
     def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        """Return what writes calls of `tools`, or `only` of the one of this name, as a grammar."""
+        """Return a writer of calls of `tools`, or of `only` the one of this name, as a grammar."""
         return self.writes(self, tools, tokenizer, only=only)

@@ -130,11 +130,11 @@ class XmlWriter(CallWriter):
     """Writes parameters as elements: strings as they are, all else as JSON."""
 
     def head(self, name: str) -> str:
-        """Return what stands in front of the parameters of a call of this tool."""
+        """Return the text in front of the parameters of a call of this tool."""
         raise NotImplementedError
 
     def around(self, name: str) -> tuple[str, str]:
-        """Return what stands in front of the value of a parameter of this name, and behind it."""
+        """Return the texts before and after the value of a parameter of this name."""
         raise NotImplementedError
 
     tail = ""  # behind the parameters

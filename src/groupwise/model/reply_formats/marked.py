@@ -49,7 +49,7 @@ class MarkedFormat(ReplyFormat):
 
     @abstractmethod
     def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        """Return what is found where calls begin, and where all of it ends. Never raises."""
+        """Return the calls that begin here, and where they end. Never raises."""
 
     def pieces(self, text: str, *, tools: Tools = ()) -> Iterator[str | ParsedCall | MalformedCall]:
         """Yield a reply without thoughts, piece by piece: text, calls, and calls that cannot be used. Without a
@@ -75,7 +75,7 @@ class EnclosedFormat(MarkedFormat):
 
     @abstractmethod
     def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
-        """Return what stands between two markers, in text[start:close]: at least one thing. Never raises."""
+        """Return the calls between two markers, in text[start:close]: at least one, perhaps malformed. Never raises."""
 
     def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
         close = self.end_of(text, begin.start(), last=True)

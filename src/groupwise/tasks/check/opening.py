@@ -49,7 +49,7 @@ class CheckRequest:
 
     @property
     def name(self) -> str:
-        """Return what is checked, for people."""
+        """Return the name of the checked environment, for people."""
         return (self.env.environment or self.env.agent or "the harness").rpartition(":")[2]
 
 

@@ -125,7 +125,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
-    """Return what a validator raises. `{name}` in the message stands for `context[name]`.
+    """Return the error for a validator to raise. `{name}` in the message stands for `context[name]`.
 
     Of the context, `hint` becomes the error's hint. `param` names the field inside the model that is at fault; the
     message is then a whole sentence. Without it the sentence begins with the field: "n", "is 500; ...".

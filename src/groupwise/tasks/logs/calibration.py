@@ -108,7 +108,7 @@ class Calibration:
 
 
 def calibrate(graded: Sequence[Graded]) -> Calibration | None:
-    """Return what is known of the judge; None where one of the halves has no good or no bad answers."""
+    """Return the judge's calibration; None if one of the halves has no good or no bad answers."""
     halves: list[list[Graded]] = [[], []]
     for each in graded:
         halves[by_lot([each.key], share=0.5)].append(each)
@@ -264,7 +264,7 @@ def _share(right: Sequence[bool]) -> Share:
 
 @cache
 def surely(right: int, of: int, alpha: float) -> float:
-    """Return the share that is not below, but for a chance of `alpha`, where k of n are right."""
+    """Return the lower bound of a share of which `right` of `of` were right, wrong with probability `alpha` at most."""
     return lower_bound([1.0] * right + [0.0] * (of - right), alpha=alpha, worst=0.0)
 
 

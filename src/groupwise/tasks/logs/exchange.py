@@ -156,7 +156,7 @@ def ids_at(row: Mapping[str, Any], *names: str) -> tuple[str, ...]:
 
 
 def parsed(value: Any) -> Any:
-    """Return what a text that is JSON says, and anything else as it is."""
+    """Return the value of a text that is JSON, and anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)

@@ -57,7 +57,7 @@ class Logs:
 
 
 def read_logs(sources: Sequence[Path]) -> Logs:
-    """Return what stands in files and folders.
+    """Read the logs in files and folders.
 
     Raises:
         DataError: a source is not there or cannot be opened, or no row of any is a log that is known.

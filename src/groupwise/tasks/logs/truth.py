@@ -193,7 +193,7 @@ def asked_again(audited: Audit, phrase: str, fresh: Sequence[Checked]) -> bool:
 
 
 def key_of(messages: Sequence[Message]) -> str:
-    """Return what was asked, without the system's message."""
+    """Return the prompt without the system's message."""
     return " ".join(texts_of(messages)[1].split())
 
 

@@ -76,7 +76,7 @@ class Asked:
     places: tuple[str, ...] | None = None
 
     def reply(self, *, pointing: bool) -> str:
-        """Return what a lesson has as the reply."""
+        """Return the reply of a lesson."""
         if not pointing or self.places is None:
             return self.answer
         return f"<think>\n{' '.join(self.places) or 'none'}\n</think>\n\n{self.answer}"
