@@ -515,7 +515,7 @@ class Sample:
 
     `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
     user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised
-    data); `advantage` weighs the whole completion, and `weights` each of its tokens besides. Samples that stand
+    data); `advantage` weighs the whole completion, and `weights` in addition each of its tokens. Samples that stand
     together and begin alike share that in the forward.
 
     `targets[t]` is the token whose log-probability is taken where `completion_ids[t]` stands; None: that token itself.

@@ -56,7 +56,7 @@ class HarnessConfig(Section):
     files_column: Text | None = None
     """A column whose objects of paths and texts are written into the workspace, as they are."""
     env: dict[Text, str] = Field(default_factory=dict)
-    """Environment variables besides those that every program gets; `{column}` in their values."""
+    """Environment variables in addition to those that every program gets; `{column}` in their values."""
     inherit: Texts = ()
     """Variables of this process that are passed on. No others are: keys and tokens stay here."""
     isolated: bool = False

@@ -160,8 +160,8 @@ NOT_OF_AGENTS = ("workers", "lockstep", "step_timeout_s", "stop_at_cut")  # they
 
 
 class EnvConfig(Section):
-    """Episodes of several turns: which environment or agent, and how long one may go on. An environment plays the other
-    side of an episode; an agent or a harness all of it, and asks the policy through an API."""
+    """Configures episodes of several turns: the environment or agent, and the limits of an episode. An environment
+    plays the other side of an episode; an agent or a harness all of it, and asks the policy through an API."""
 
     environment: Text | None = None
     """`module:Class`; the module may be in the config file's folder. Either this ..."""
@@ -402,7 +402,7 @@ class AdaptersConfig(Section):
     """The number of published adapter versions that are kept, and the one that training starts from."""
 
     keep: int = Field(default=3, ge=1)
-    """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
+    """Newest versions kept on disk, in addition to the evaluated, the active and the final ones."""
     start: Text | None = None
     """The adapter that training starts from, as `--adapter` of `groupwise eval` names it: a run's, a directory, or
     `hf://OWNER/NAME`; null is a fresh one."""
@@ -416,7 +416,7 @@ class CheckpointConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Trackers that get the metrics besides `metrics.jsonl`, which is always written."""
+    """Configures trackers that get the metrics in addition to `metrics.jsonl`, which is always written."""
 
     trl_names: bool = True
     """Give these trackers the metrics under TRL's names too."""
@@ -473,9 +473,9 @@ class RunConfig(Section):
     run_dir: Text | None = None
     """... unless it is named here."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on with the run of this name and configuration that was not finished, if there is one. A finished run
-    goes on, too, where `train.steps` asks for more than it did; one that `run_dir` names and that did all of them only
-    says its result again."""
+    """`auto` continues the unfinished run of this name and configuration, if there is one. A finished run continues,
+    too, if `train.steps` asks for more steps than it made; one that `run_dir` names and that made all of them only
+    shows its result again."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
     """The folder where `data.source` and functions' modules are looked up first; by default the config file's."""
     stages: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
@@ -506,7 +506,7 @@ class RunConfig(Section):
     dpo: PreferenceConfig = PreferenceConfig()
     """How preference pairs are learned; with `kind: dpo` only."""
     teacher: TeacherConfig | None = None
-    """A teacher to learn from, besides rewards or instead of them; null has none (docs/distillation.md)."""
+    """A teacher to learn from, in addition to rewards or instead of them; null: none (docs/distillation.md)."""
     train: TrainConfig = TrainConfig()
     """The optimizer."""
     adapters: AdaptersConfig = AdaptersConfig()

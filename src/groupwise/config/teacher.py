@@ -31,8 +31,8 @@ class TeacherConfig(Section):
     adapter: Text | None = None
     """An adapter of the run's model, as `adapters.start` names it."""
     self: bool = False
-    """The policy itself, as it was when it sampled, with `context` in its prompt besides; with sft without one: the
-    completions of a group are what is chosen from."""
+    """The policy itself, as it was when it sampled, with `context` added to its prompt; with sft without a context:
+    completions are chosen from the group."""
     base_url: Text | None = None
     """A server with POST /completions and `prompt_logprobs` (vLLM, `groupwise serve`), such as http://host:8000/v1."""
     api_key_env: Text | None = "OPENAI_API_KEY"

@@ -556,7 +556,7 @@ class TrainQueue(Answer):
     running: TrainStatus | None
     """The first of those that run."""
     beside: list[TrainStatus]
-    """The others that run."""
+    """The other running jobs."""
     queued: list[WaitingJob]
     completed: list[TrainStatus]
     """All that have ended, however, newest first."""

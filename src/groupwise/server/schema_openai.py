@@ -185,7 +185,7 @@ class Sampling(PolicyChoice):
     stop: Stop | None = None
     """Strings that end a completion; they are cut from its text."""
     stop_token_ids: Annotated[list[TokenId], FailFast(), AtMost("max_stop")] | None = None
-    """Token ids that end a completion, besides the model's own."""
+    """Token ids that end a completion, in addition to the model's own."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     """The same seed and version draw the same completions."""
     ignore_eos: bool | None = None
@@ -290,7 +290,7 @@ class ShapedSampling(Sampling):
 
 
 class TemplateOptions(Strict):
-    """Variables for the chat template besides the messages, by the names under which the template reads them."""
+    """Holds variables for the chat template in addition to the messages, by the template's names."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -329,8 +329,8 @@ class ChatRequest(ShapedSampling, OpenRequest):
     """Report this many likeliest tokens with each sampled one."""
     chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
-    """Whether the reply goes on with the last message, where that is the assistant's; by default it does. With false it
-    is its own turn."""
+    """Whether the reply continues the last message if that is the assistant's, as by default. With false the reply is a
+    separate turn."""
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`, as other servers also have it."""
     echo: bool | None = None

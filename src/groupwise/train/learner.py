@@ -524,7 +524,7 @@ class Learner:
             save_lora(self.model, self.lora, directory, base_name=self.base.name)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write what a model's directory has besides: the tokenizer, and how images are prepared."""
+        """Write the other files of a model's directory: the tokenizer, and the processor of images."""
         self.base.tokenizer.save_pretrained(directory)
         if (vision := vision_of(self.model)) is not None:
             vision.save(Path(directory))
