@@ -374,8 +374,8 @@ class DeviceLostError(TryAgainError):
 
 
 class RemoteError(GroupwiseError):
-    """A server's error answer, raised by the client: status, code, hint, request id and `field` (its `param`) are those
-    of the answer's envelope."""
+    """Raised by the client for a server's error answer: status, code, hint, request id and `field` (its `param`) are
+    those of the answer's envelope."""
 
     def __init__(
         self,

@@ -501,8 +501,8 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
-    """The rollouts of one prompt. `demonstrations` are a teacher's completions of it, which are learned as they are, or
-    what a dataset says: its answer, or the two of a preference pair."""
+    """Holds the rollouts of one prompt. `demonstrations` are learned unchanged: a teacher's completions of the prompt,
+    or a dataset's answer, or the two completions of a preference pair."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -566,8 +566,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceScores:
-    """Log-probabilities (nats) in a sequence of tokens: `logprobs` of its own tokens, `top` of the likeliest in the
-    place of each, as (id, log-probability), and `cells` of the tokens that were asked for."""
+    """Holds log-probabilities (nats) in a sequence of tokens: `logprobs` of its own tokens, `top` of the likeliest
+    tokens at each position, as (id, log-probability), and `cells` of the requested tokens."""
 
     logprobs: tuple[float, ...]
     top: tuple[tuple[tuple[int, float], ...], ...]

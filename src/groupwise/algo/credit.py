@@ -85,8 +85,8 @@ def has_signal(
 
 @dataclass(frozen=True)
 class Compared:
-    """A value, and whose it is: `turns` (by number) of the group's rollout number `rollout`, one turn or all of a
-    role."""
+    """Holds a value that is compared within a group, and its owner: the turns `turns` (by number) of rollout number
+    `rollout`, one turn or all turns of a role."""
 
     rollout: int
     turns: tuple[int, ...]

@@ -128,7 +128,7 @@ def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeight
 
 
 class _Selection(threading.local):
-    """The adapters of a thread's next forwards."""
+    """Holds the adapters of a thread's next forwards."""
 
     batch: Sequence[tuple[AdapterWeights, Tensor | None]] = ()  # and their rows; None: all
     alone: Products | None = None

@@ -93,8 +93,8 @@ class PendingRequest:
 
 @dataclass
 class Row:
-    """The completion in a row: the `index`-th of `job`. The first `shared` tokens of its prompt are in the cache's
-    `slot`, the others in the row. `matcher` has read the completion so far, where there is a grammar."""
+    """Holds the completion in a row: the `index`-th of `job`. The first `shared` tokens of its prompt are in the
+    cache's `slot`, the others in the row. With a grammar, `matcher` has read the completion so far."""
 
     job: PendingRequest
     index: int

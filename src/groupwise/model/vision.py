@@ -69,8 +69,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Features:
-    """The tower's output for an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers (Qwen3-VL's
-    deepstack, arXiv 2406.04334)."""
+    """Holds the tower's output for an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers
+    (Qwen3-VL's deepstack, arXiv 2406.04334)."""
 
     rows: Tensor
     deep: tuple[Tensor, ...] = ()

@@ -211,7 +211,7 @@ def code_execution(
 
 @dataclass(frozen=True)
 class _Entry:
-    """The functions that a row's program must define: `named` by the row, or else a `default`."""
+    """Holds the functions that a row's program must define: `named` by the row, or else a `default`."""
 
     named: tuple[str, ...]
     default: str

@@ -17,8 +17,8 @@ GOLD = ("answer", "solution", "gold", "ground_truth", "target", "label", "refere
 
 @dataclass(frozen=True, kw_only=True)
 class ProbePrompt:
-    """A prompt with its expected answer, and one that is wrong. `columns` are a dataset's; `gold_columns` those of them
-    that hold the expected answer."""
+    """Holds a prompt with its expected answer and a wrong one. `columns` are a dataset's columns; `gold_columns` are
+    those with the expected answer."""
 
     prompt: str
     gold: Any

@@ -93,7 +93,8 @@ class Event:
 
 @dataclass(frozen=True)
 class _Series:
-    """A metric's last values, as many as any rule looks at, and the rules that judge it (their places in the list)."""
+    """Holds a metric's last values, as many as any rule reads, and the rules that judge it (their places in the
+    list)."""
 
     values: deque[float]
     judged_by: tuple[int, ...]

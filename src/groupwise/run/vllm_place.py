@@ -25,8 +25,8 @@ from groupwise.run.gpu_fit import Cards, fit
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """The section `vllm` with the share of a GPU that its servers take, and the servers' places; None: the run starts
-    none."""
+    """Holds the section `vllm` with the share of a GPU that its servers take, and the servers' places (None: the run
+    starts no servers)."""
 
     vllm: VllmConfig
     seats: Seats | None

@@ -104,7 +104,7 @@ def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload
 
 
 class _Texts:
-    """A group's prompt, if it has messages, and completions that are known by their text."""
+    """Holds a group's prompt, if it has messages, and the completions that are posted as text."""
 
     def __init__(self, group: ScoredGroup, at: str, base: TextModel):
         self._options = template_options(group.chat_template_kwargs, base.tokenizer, f"{at}.chat_template_kwargs")

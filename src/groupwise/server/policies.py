@@ -112,7 +112,7 @@ class _Loaded:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request that waits until there is room for its adapter. `turn` is its adapter's entry, in which it is counted
+    """Holds a request that waits until there is room for its adapter. `turn` is its adapter's entry, which counts it
     already."""
 
     version: PolicyVersion
@@ -600,7 +600,7 @@ class Policies:
 
 
 class RecordedPolicies(Policies):
-    """The policies of a server, or of a tenant's part of it, as `config` says; swaps are counted and timed."""
+    """Manages the policies of a server, or of a tenant in it, by `config`, and counts and times the swaps."""
 
     def __init__(
         self, config: ServeConfig, store: AdapterStore, engine: LiveEngine, *, base: LoadedModel, recorder: Recorder

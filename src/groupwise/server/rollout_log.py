@@ -325,7 +325,7 @@ def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]
 # ---- what a job was posted ----
 @dataclass(frozen=True, kw_only=True)
 class _Posted:
-    """A job's groups; `places` is (group, completion) of every one, in order."""
+    """Holds a job's groups; `places` is (group, completion) of every completion, in order."""
 
     job: Job
     groups: Sequence[EncodedGroup]

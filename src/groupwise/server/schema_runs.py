@@ -106,7 +106,7 @@ class RunDiff(Answer):
 
 
 class RolloutPart(Answer):
-    """A turn of an episode, or a message between two, which is so many of the episode's `tokens`."""
+    """Describes a turn of an episode, or a message between two turns, and how many of the episode's `tokens` it has."""
 
     role: str
     """`assistant` for the policy; else who said it, as `user` or `tool NAME`."""

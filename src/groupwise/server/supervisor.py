@@ -73,7 +73,7 @@ class Admits(Protocol):
 
 
 class SwappedIn(Protocol):
-    """The part of a tenant's server that is needed here."""
+    """Provides the parts of a tenant's server that the supervisor needs."""
 
     @property
     def policies(self) -> Swaps: ...

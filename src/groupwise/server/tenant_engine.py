@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class _OwnedVersion(PolicyVersion):
-    """A tenant's version in the engine, and, in what is said of it, as the tenant calls it."""
+    """Names a tenant's version as the engine does, and shows the tenant's own name in messages."""
 
     def __str__(self) -> str:
         return f"{self.name.partition(BETWEEN)[2]}@{self.number}"

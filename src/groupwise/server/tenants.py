@@ -129,7 +129,7 @@ def may_name(path: str) -> bool:
 
 # ---- what ----
 class _TenantConfig(ServeConfig):
-    """The server's configuration as a tenant is shown it: only the options that act on its requests."""
+    """Shows the server's configuration to a tenant: only the options that act on its requests."""
 
     def public(self) -> dict[str, Any]:
         return {name: value for name, value in super().public().items() if name not in {*UNTOLD, *NOT_A_TENANTS}}
@@ -239,7 +239,7 @@ class Tenants:
 
 
 class TenantRecorder(Recorder):
-    """The numbers of a tenant's requests, which are among the server's, too."""
+    """Records the numbers of a tenant's requests, and also in the server's recorder."""
 
     def __init__(self, servers: Recorder, tenant: str, *, model_name: str):
         super().__init__(model_name=model_name)
@@ -272,7 +272,7 @@ class TenantRecorder(Recorder):
 
 @dataclass(frozen=True)
 class _WorkerSeen:
-    """The worker as a tenant sees it: whether it lives. Its last words may be about other tenants' jobs and are left
+    """Shows a tenant whether the worker is alive. The worker's last output may be about other tenants' jobs and is left
     out."""
 
     supervisor: Supervisor

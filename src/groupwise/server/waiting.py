@@ -34,7 +34,8 @@ AT_ONCE_S = 2.0  # after which a worker would have taken a job whose turn it is
 
 @dataclass(frozen=True)
 class _Part:
-    """The jobs of a line before a place: how many, the last one's place and id, and how long they still take."""
+    """Holds the jobs of a line before a place: their number, the last one's place and id, and the seconds that they
+    still take."""
 
     count: int
     last: tuple[int, str]

@@ -162,7 +162,7 @@ class AnthropicError(ErrorBody):
 
 
 class AnthropicEnvelope(Answer):
-    """The same for Anthropic's clients."""
+    """Wraps an error for Anthropic's clients."""
 
     type: Literal["error"] = "error"
     error: AnthropicError

@@ -137,7 +137,7 @@ def _check_targets(config: Mapping[str, Any]) -> None:
 
 
 class Adapted(NamedTuple):
-    """The parameter that one pair of an adapter's tensors changes, with the scale and shape of the change."""
+    """Names the parameter that a pair of an adapter's tensors changes, with the scale and shape of the change."""
 
     name: str  # of a linear module or a router; of the experts' parameters, `<module>.gate_up_proj`
     scale: float  # what PEFT multiplies B A by: alpha / r, or alpha / sqrt(r) with `use_rslora`

@@ -30,8 +30,8 @@ MOST_TEXT = 200  # characters of a value that a request made up
 
 
 class Change(BaseModel):
-    """The audit log's entry of one request, made or refused: `at` is UTC, ISO 8601; `things` are the names in its path,
-    and of the results, such as a job's id."""
+    """Holds the audit log's entry of a request, made or refused: `at` is UTC, ISO 8601; `things` are the names in its
+    path and results, such as a job's id."""
 
     model_config = ConfigDict(frozen=True)
 

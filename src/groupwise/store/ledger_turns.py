@@ -92,8 +92,8 @@ _TRAINING = "SELECT *, NULL AS position FROM job WHERE state = 'running' AND ver
 
 @dataclass(frozen=True)
 class Standing:
-    """The training, in tokens of the fair-share clocks, that a job's tenant (`clock`) and adapter (`own`) have had by
-    now, and `lead`, by how many the job's deadline brings it forward."""
+    """Holds the training, in tokens of the fair-share clocks, that a job's tenant (`clock`) and adapter (`own`) have
+    had so far, and `lead`, the tokens by which the job's deadline brings it forward."""
 
     job: str
     tenant: str

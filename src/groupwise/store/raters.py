@@ -25,7 +25,7 @@ PAGE = 1000  # ratings
 
 @dataclass(frozen=True)
 class KnownVote:
-    """A rater's rating of an answer whose reward is known: whether the two agreed."""
+    """Holds a rater's rating of an answer whose reward is known, and whether the two agreed."""
 
     rater: Rater
     prompt_ids: tuple[int, ...]

@@ -123,7 +123,8 @@ def _all_to_all(x: Tensor, group: Any) -> Tensor:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over a group's ranks, from which all of them compute the same: its gradient is each summand's."""
+    """Sums a tensor over a group's ranks, from which all of them compute the same; the sum's gradient is the gradient
+    of each summand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -40,8 +40,8 @@ ALIGNMENT = 64  # bytes: of a tensor's first value, as torch allocates it
 
 @dataclass(frozen=True, eq=False)
 class Seat:
-    """A learner's micro-batch in a joint pass: its module tree over the base, and, unless the log-probabilities are all
-    that is wanted, its loss and the parameters whose gradients it gets."""
+    """Holds a learner's micro-batch in a joint pass: its module tree over the base, and, unless only log-probabilities
+    are needed, its loss and the parameters whose gradients it gets."""
 
     model: PreTrainedModel
     batch: MicroBatch

@@ -32,7 +32,7 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 
 
 class Settings(dict[str, Any]):
-    """A transform's `cfg`: keys as attributes, None for what is not there."""
+    """Holds a transform's `cfg`: keys as attributes, None for a missing key."""
 
     def __getattr__(self, name: str) -> Any:
         value = self.get(name)

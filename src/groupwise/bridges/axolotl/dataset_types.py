@@ -98,7 +98,7 @@ NAMED_TEMPLATES = TEMPLATES | {"llama3": TEMPLATES["llama3"].replace("{{ m.conte
 
 
 class TypeNotHere(ValueError):
-    """A dataset's type is not read; the message says why, and what to write."""
+    """The dataset's type is not supported; the message says why, and what to write."""
 
 
 # ---- as sources of a run ----

@@ -66,7 +66,8 @@ def failure(error: Exception, *, without: str = "") -> FutureResult:
 
 @dataclass
 class _Load:
-    """The load of all futures: how many are unfinished, their requests' bytes, and the bytes of answers."""
+    """Counts the load of all futures: the unfinished ones, the bytes of their requests, and the bytes of kept
+    answers."""
 
     unfinished: int = 0
     waiting: int = 0

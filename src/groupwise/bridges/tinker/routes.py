@@ -78,7 +78,7 @@ class FutureGoneError(GroupwiseError, LookupError):
 
 
 class Tinker:
-    """The wire's state in one server."""
+    """Holds the state of the Tinker API in a server."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -520,7 +520,7 @@ NOT_OFFERED = {
 
 
 class NotOfferedError(GroupwiseError):
-    """A route of Tinker's that has no meaning on this server."""
+    """The route of Tinker's has no meaning on this server."""
 
     code, status, exit_code = "not_offered", 404, 2
 

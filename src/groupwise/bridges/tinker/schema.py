@@ -38,7 +38,8 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
-    """A client's life. All that belongs to it goes when it has been silent for long."""
+    """Begins a client's session. Everything that belongs to the session is removed when the client has been silent for
+    long."""
 
     user_metadata: Metadata = None
     display_name: str | None = None

@@ -54,8 +54,8 @@ class Repository:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The options of a push: the repository's name there, the format of the version (None: an adapter, or else the
-    whole model), its number type, and whether the run's rollouts and a Space go up too."""
+    """Holds the options of a push: the repository's name on the hub, the format of the version (None: an adapter, or
+    else the whole model), its number type, and whether the run's rollouts and a Space are uploaded, too."""
 
     repo: str
     format: str | None = None

@@ -117,8 +117,8 @@ class GlooLink:
 
 
 class NcclLink:  # gpu-only: weights to vLLM servers over NCCL
-    """The way to a server on other GPUs than this process's. vLLM's workers join a group by the id that they are told,
-    and begin it with the sum of one number."""
+    """Sends weights to a server on other GPUs than this process's. vLLM's workers join a group by an id that they get,
+    and begin with the sum of one number."""
 
     name: ClassVar[str] = "nccl"
     said: ClassVar[str] = "NCCL (on other GPUs than rank 0's)"
@@ -173,7 +173,8 @@ class NcclLink:  # gpu-only: weights to vLLM servers over NCCL
 
 
 class IpcLink:  # gpu-only: weights to a vLLM server on the same GPU
-    """The way to a server on this process's GPU: it is told where the bytes are, and copies them before it answers."""
+    """Sends weights to a server on this process's GPU: the server gets the addresses of the bytes, and copies them
+    before it answers."""
 
     name: ClassVar[str] = "ipc"
     said: ClassVar[str] = "IPC (on the GPU of rank 0)"

@@ -31,7 +31,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Seats:
-    """The places of all servers of a run. `shared`: they are on learners' GPUs."""
+    """Holds the places of all servers of a run. `shared`: they are on learners' GPUs."""
 
     servers: tuple[Seat, ...]
     shared: bool = False

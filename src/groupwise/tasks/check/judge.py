@@ -42,7 +42,8 @@ _SAME = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRow:
-    """A policy's episodes in numbers; rewards are None where none could be scored. `stops`: how many ended why."""
+    """Holds a policy's episodes in numbers; rewards are None if none could be scored. `stops` counts the episodes by
+    the reason of their end."""
 
     policy: str
     episodes: int
@@ -55,7 +56,7 @@ class PolicyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRow:
-    """A method's calls: how many, seconds, how many raised and how many have not returned."""
+    """Holds the calls of a method: their number, seconds, how many raised and how many have not returned."""
 
     method: str
     calls: int

@@ -316,7 +316,8 @@ class OutputConfig(BodyPart):
 
 
 class ContextEdit(BodyPart):
-    """An edit of the context. Which earlier thoughts stay is the chat template's affair; all others are refused."""
+    """Describes an edit of the context. The chat template decides which earlier thoughts stay; all other edits are
+    refused."""
 
     type: str
 

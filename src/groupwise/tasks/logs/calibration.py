@@ -66,8 +66,8 @@ class Share(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A judge's bias: how much more often answers of one kind are called good, at the same truth, with its interval;
-    `of` is the number of answers."""
+    """Holds a judge's bias: how much more often answers of one kind are called good, at the same truth, with its
+    interval; `of` is the number of answers."""
 
     difference: float
     low: float

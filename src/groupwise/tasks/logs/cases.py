@@ -48,8 +48,8 @@ class Answered:
 
 @dataclass
 class Case:
-    """A prompt of the log, the same as all others of its `key`. `exchanges` are the numbers of those that asked it,
-    `time` when that was first, `near` the prompts that it stands for."""
+    """Holds a prompt of the log, which stands for all equal ones (`key`). `exchanges` are the numbers of its requests,
+    `time` is that of the first, `near` are the similar prompts that it stands for."""
 
     key: str
     messages: tuple[Message, ...]

@@ -40,7 +40,7 @@ COMPARES: Mapping[str, Callable[[Sequence[str], Sequence[str]], Sequence[float |
 
 
 class Verified(NamedTuple):
-    """A prompt with a verified answer: the row that a run reads, and what of it is compared with a log's."""
+    """Holds a prompt with a verified answer: the row for a run, and the parts that are compared with a log's."""
 
     row: Row
     messages: tuple[Message, ...]
@@ -137,7 +137,7 @@ def apart(rows: Sequence[Row], others: Iterable[Sequence[Message]], *, alike: fl
 
 # ---- the log's own answers ----
 class Checked(NamedTuple):
-    """A prompt, and whether the log's answer to it is wrong."""
+    """Holds a prompt, and whether the log's answer to it is wrong."""
 
     text: str
     wrong: bool
