@@ -48,7 +48,7 @@ class GroupwiseError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
     def as_dict(self) -> dict[str, str | None]:
-        """Return what programs are told: {"message", "type", "code", "hint", "field", "kind"}."""
+        """Return the error for programs: {"message", "type", "code", "hint", "field", "kind"}."""
         said = {"message": self.message, "type": type(self).__name__, "code": self.code, "hint": self.hint}
         return said | {"field": self.field, "kind": self.kind}
 
@@ -68,10 +68,10 @@ class ConfigError(GroupwiseError, ValueError):
 
 
 class FieldError(ConfigError):
-    """One field is wrong, and what is said of it holds under whatever name the caller knows the field by.
+    """A field is wrong. The message can be repeated under the name by which the caller knows the field.
 
-    `message` and `hint` have `{field}` where the name stands: a loss complains of `clip_low`, and a training request
-    that gave it as `clip_epsilon` is told so.
+    `message` and `hint` have `{field}` in place of the name: a loss refuses `clip_low`, and the answer to a training
+    request that gave the value as `clip_epsilon` names `clip_epsilon`.
 
     >>> error = FieldError("{field} is -1; it must be 0 or more", field="clip_low")
     >>> str(error.renamed("clip_epsilon"))
@@ -84,7 +84,7 @@ class FieldError(ConfigError):
         self._templates = message, hint
 
     def renamed(self, field: str) -> Self:
-        """Return the same error of the field by another name."""
+        """Return the same error with another name for the field."""
         message, hint = self._templates
         return type(self)(message, hint=hint, field=field, kind=self.kind)
 
@@ -157,13 +157,13 @@ class EngineError(GroupwiseError):
 
 
 class HubError(GroupwiseError):
-    """The Hugging Face hub cannot be asked, or refuses; nothing on this machine was changed. `kind` says how:
+    """The Hugging Face hub cannot be reached, or refuses; nothing on this machine was changed. `kind` says how:
 
-    no_token   nobody is logged in                             exit code 4
+    no_token   no user is logged in                            exit code 4
     refused    the token is wrong, or may not do this          4
     not_found  no such repository or revision, or a private one   2
     taken      the repository is there, and public             2
-    away       nobody answers, or the connection was cut       75
+    away       no answer, or the connection was cut            75
     None       all else, such as an answer that the client does not understand   1
     """
 
@@ -368,14 +368,14 @@ class NotReadyError(TryAgainError):
 
 class DeviceLostError(TryAgainError):
     """The GPU computes nothing more in this process, and does in the next: the server ends and is started again, a run
-    goes on from its last checkpoint with `resume: auto`. See `model.lost_device`."""
+    continues from its last checkpoint with `resume: auto`. See `model.lost_device`."""
 
     code = "device_lost"
 
 
 class RemoteError(GroupwiseError):
-    """A server's error answer, raised by the client: status, code, hint, request id and `field` (its `param`) are those
-    of the answer's envelope."""
+    """Raised by the client for a server's error answer: status, code, hint, request id and `field` (its `param`) are
+    those of the answer's envelope."""
 
     def __init__(
         self,
@@ -396,21 +396,21 @@ class RemoteError(GroupwiseError):
 
 
 class TrainingError(GroupwiseError):
-    """Training cannot go on: repeated non-finite steps, no usable groups, a mismatch beyond repair."""
+    """Training cannot continue: repeated non-finite steps, no usable groups, a mismatch beyond repair."""
 
     code, status, exit_code = "training_failed", 500, 1
 
 
 class RankLostError(GroupwiseError):
     """Another process of a run with several did not come to what all do together; names the rank, the phase and the
-    seconds. A run that is started again with `resume: auto` goes on from its last checkpoint."""
+    seconds. A run that is started again with `resume: auto` continues from its last checkpoint."""
 
     code, status, exit_code = "rank_lost", 503, 75
 
 
 class ClusterError(GroupwiseError):
     """Ray cannot be reached, has no room for the run, or an actor was lost more often than it may be; names which, how
-    often and why. A run that is launched again with `resume: auto` goes on from its last checkpoint."""
+    often and why. A run that is launched again with `resume: auto` continues from its last checkpoint."""
 
     code, status, exit_code = "cluster_failed", 503, 75
 

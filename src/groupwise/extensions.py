@@ -12,7 +12,7 @@
     groupwise.routes                   routes of the server                           `server.more_routes.MoreRoutes`
 
 Groupwise's own bridges to other systems are found in the same way, so that the core imports none of them. An entry
-point whose module cannot be imported is left out with a warning: one broken package stops nobody else's run.
+point whose module cannot be imported is left out with a warning, so a broken package stops no run that does not use it.
 """
 
 from __future__ import annotations

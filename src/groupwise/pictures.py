@@ -66,7 +66,7 @@ _ALLOWANCE = ContextVar[_Allowance | None]("_ALLOWANCE", default=None)
 
 @contextmanager
 def decoding(pixels: int) -> Iterator[None]:
-    """Context manager in which images of so many pixels are decoded, all together. `Picture.pixels` raises
+    """Context manager in which images of this many pixels are decoded, all together. `Picture.pixels` raises
     TooManyPixels for the first one beyond them, once its head is read."""
     token = _ALLOWANCE.set(_Allowance(pixels))
     try:
@@ -87,7 +87,7 @@ class Picture:
 
     @property
     def data(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         if self._held is not None:
             return self._held
         assert self.path is not None

@@ -80,8 +80,8 @@ def require_supported() -> None:
 
 
 def cores() -> int:
-    """Processor cores that this process may use, at least 1: its affinity where the system has one (Linux), and no
-    more than the quota of its control group."""
+    """Return the number of processor cores that this process may use, at least 1: its affinity where the system has one
+    (Linux), and no more than the quota of its control group."""
     try:
         count = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # macOS
@@ -121,7 +121,7 @@ def memory_bytes() -> int:
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for group in _own_groups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # "max" is no number: no limit
+            with suppress(OSError, ValueError):  # "max" is not a number: no limit
                 found.append(int((group / name).read_text(encoding="ascii")))
     return min((each for each in found if each > 0), default=0)
 
@@ -250,8 +250,8 @@ def _prepared(group: Path) -> bool:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock (flock) of an open file, if nobody has it; `shared`: if nobody has it alone. The kernel gives it
-    back when the process ends, however it ends."""
+    """Take the lock (flock) of an open file if it is free; a `shared` lock if no process has it exclusively. Return
+    whether it was taken. The kernel releases the lock when the process ends, in any way."""
     require_supported()
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -306,7 +306,7 @@ def exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's
         return True
     return True
 
@@ -321,7 +321,7 @@ def session_below(parent: int) -> int | None:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL to every process of a session, whichever groups they are in."""
+    """Send SIGKILL to every process of a session, in all its process groups."""
     for path in PROC.glob("[0-9]*"):
         with suppress(OSError, ValueError):
             if os.getsid(int(path.name)) == session:
@@ -394,8 +394,8 @@ def limit_processor(more_s: int) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context manager in which nobody looks for garbage: modules are none, and to look for some takes a sixth of the
-    time of importing torch and transformers."""
+    """Turn the garbage collector off inside the block. Imported modules are not garbage, and collecting takes a sixth
+    of the time of importing torch and transformers."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -420,7 +420,7 @@ def spare() -> bool:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Context manager: the objects that are there when it begins are exempt from garbage collection (`spare`)."""
+    """Exempt the objects that exist at the start of the block from garbage collection (`spare`)."""
     mine = spare()
     try:
         yield
@@ -432,7 +432,7 @@ def spared() -> Iterator[None]:
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run it to its end and return its result: `asyncio.run`, which refuses where this thread's event loop is running.
 
-    A notebook's is. There it runs in a thread of its own, and this one waits; an exception that ends the waiting, such
+    A notebook's is. There it runs in its own thread, and this one waits; an exception that ends the waiting, such
     as KeyboardInterrupt, cancels it first.
     """
     import asyncio  # not where the platform is first looked at: it does not import everywhere

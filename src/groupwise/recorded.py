@@ -126,7 +126,7 @@ class SamplingMask:
 
     @classmethod
     def whole(cls, vocabulary: int, tokens: int) -> SamplingMask:
-        """Make it of so many tokens, each drawn from the whole vocabulary."""
+        """Make it of this many tokens, each drawn from the whole vocabulary."""
         return cls(vocabulary, bytes([DROPPED]) * tokens, bytes(4 * tokens), b"")
 
     @classmethod

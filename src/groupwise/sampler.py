@@ -24,7 +24,7 @@ class Submits(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
+        """Return the most tokens that a prompt and its completion may have together."""
         ...
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[list[Completion]]]:
@@ -39,7 +39,7 @@ class Sampler(Submits, Protocol):
     """An engine: samples from versions of a policy that it has loaded (`engine.local`, `engine.vllm`)."""
 
     async def sample(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """`request.n` completions for each request, in order.
+        """Sample `request.n` completions for each request, in order.
 
         Requests given together are admitted together; several callers may wait at once.
 
@@ -73,10 +73,10 @@ class Sampler(Submits, Protocol):
 
 @runtime_checkable
 class GivesMemoryBack(Protocol):
-    """A sampler that can give the device's memory to whoever trains, and takes it again when something is asked."""
+    """A sampler that can free its device memory for training, and that takes the memory again at the next request."""
 
     async def rest(self) -> None:
-        """Give the memory back while nothing is sampled, and return when it is free."""
+        """Free the memory while nothing is sampled, and return when it is free."""
         ...
 
 
@@ -89,7 +89,7 @@ class UpdatesInFlight(Protocol):
         that are still to come, until `old` is unloaded. When this returns the next token is `new`'s.
 
         With `recompute` the keys and values of what was read and said so far are computed again under `new`, as if it
-        had read the whole text; else they are kept, and `new` goes on from what older versions computed.
+        had read the whole text; else they are kept, and `new` continues from what older versions computed.
 
         Raises:
             AdapterNotFoundError: `new` was not loaded.
@@ -122,7 +122,7 @@ class Scores(Protocol):
         Args:
             ids: the sequence. Its length may be the whole context.
             first: own log-probabilities are those of `ids[first:]`; 1 to `len(ids)`.
-            top: how many of the likeliest tokens are told for each of these.
+            top: the number of the likeliest tokens that are returned for each of these.
             cells: places (1 to `len(ids) - 1`) and as many token ids: the log-probability of each id in its place,
                 whatever token stands there.
 
@@ -152,8 +152,8 @@ class Scores(Protocol):
         temperature: float = 1.0,
         top: int,
     ) -> tuple[tuple[float, tuple[tuple[int, float], ...]], ...]:
-        """Return what `score` does; with each log-probability those of the `top` likeliest tokens in its place, by
-        their ids."""
+        """Return `score`'s log-probabilities, each with those of the `top` likeliest tokens at its position, by their
+        ids."""
         ids, first = (*prompt_ids, *completion_ids), len(prompt_ids)
         scores = self.score_sequence(ids, version, first=first, top=top, temperature=temperature)
         return tuple(zip(scores.logprobs, scores.top, strict=True))

@@ -40,14 +40,14 @@ NARROWING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # sampling options, and wh
 
 LEAVES_OUT = (*NARROWING, "min_tokens", "grammar")  # sampling options that leave tokens out and change nothing else
 
-MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is no float64
+MAX_REWARD = 1e100  # of either sign; the variance of much larger ones is not a float64
 
 
 class Message(TypedDict):
-    """One chat message, as OpenAI and the chat templates spell it: a dict.
+    """A chat message in the form of OpenAI and the chat templates: a dict.
 
-    `role` is system, user, assistant or tool; `content` a text, or OpenAI's list of parts. A call of a tool is in
-    `tool_calls` of the assistant's, and its result a message of role tool with the call's `tool_call_id`.
+    `role` is system, user, assistant or tool; `content` is a text, or OpenAI's list of parts. A tool call is in
+    `tool_calls` of the assistant's message; its result is a message of role tool with the call's `tool_call_id`.
     """
 
     role: str
@@ -139,7 +139,7 @@ class Grammar:
     def of_json(
         cls, schema: Mapping[str, Any] | None = None, *, lenient: bool = False, field: str = "grammar"
     ) -> Grammar:
-        """JSON that a JSON Schema allows; without one, any JSON object."""
+        """Return the grammar of JSON that a JSON Schema allows; without one, of any JSON object."""
         if schema is None:
             return cls(GrammarKind.JSON_OBJECT, field=field)
         return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema), lenient=lenient, field=field)
@@ -184,22 +184,23 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters with which one prompt is sampled.
+    """Holds the parameters with which a prompt is sampled.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 are off. `seed` fixes the draw of every completion:
-    completion j of a prompt uses (seed, j), whatever else is in the batch. `stop` strings end a completion and are cut
-    from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay in `token_ids`.
-    With `include_stop` what ended the completion, a stop string or one of `stop_ids`, stays in the text. `top_logprobs`
-    is how many of the likeliest tokens are reported beside each sampled one.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` fixes the random numbers of every
+    completion: completion j of a prompt uses (seed, j), independent of the rest of the batch. `stop` strings end a
+    completion and are cut from its text; `stop_ids` are added to the model's own end-of-turn ids and, like them, stay
+    in `token_ids`. With `include_stop` the stop string or stop id that ended the completion stays in the text.
+    `top_logprobs` is the number of the likeliest tokens that are reported with each sampled one.
 
     With a `thinking_budget` a thought ends after that many tokens (`tasks.structured.of_reply` makes a grammar of it).
-    With a `grammar` a completion is text of it: in every place only tokens are drawn that it allows, and the end of the
-    turn only where it is complete, so it ends with "stop" or is cut by `max_tokens`. It goes before `min_tokens`.
+    With a `grammar` a completion is text of the grammar: at every position only allowed tokens are sampled, and the end
+    of the turn only where the text is complete. So a completion ends with "stop", or is cut by `max_tokens`. The
+    grammar overrides `min_tokens`.
 
-    The last five change the logits from which tokens are drawn, as OpenAI and vLLM define them (`engine.sampling`):
-    `repetition_penalty` (1 is off) counts what stands in prompt and completion, `presence_penalty` and
-    `frequency_penalty` (0 is off) what stands in the completion, `logit_bias` has (token id, what is added), and before
-    `min_tokens` tokens nothing ends a completion but `max_tokens`.
+    The last five change the logits from which tokens are sampled, as OpenAI and vLLM define them (`engine.sampling`):
+    `repetition_penalty` (1 is off) counts tokens of prompt and completion, `presence_penalty` and `frequency_penalty`
+    (0 is off) tokens of the completion, `logit_bias` has pairs (token id, added value), and before `min_tokens` tokens
+    only `max_tokens` ends a completion.
     """
 
     max_tokens: int = 256
@@ -249,7 +250,8 @@ class SamplingParams:
 
     @property
     def reshaped(self) -> tuple[str, ...]:
-        """The parameters by which tokens are drawn from another distribution than the policy's at this temperature.
+        """Return the parameters with which tokens are sampled from another distribution than the policy's at this
+        temperature.
 
         What was sampled with any of these was not sampled with the probabilities `Completion.logprobs`, which are of
         the policy's. It is an on-policy sample of the policy restricted to what it could draw, where that is all that
@@ -279,7 +281,7 @@ class SamplingParams:
 
 
 def unrecorded(reshaped: Sequence[str], kept: SamplingMask | None) -> tuple[str, ...]:
-    """`SamplingParams.unrecorded`, of the names in `reshaped`."""
+    """Return `SamplingParams.unrecorded` for the names in `reshaped`."""
     return tuple(name for name in reshaped if kept is None or name not in LEAVES_OUT)
 
 
@@ -293,7 +295,7 @@ class SamplingRequest:
     """`n` completions of one prompt from one policy. `prompt_ids` must not be empty.
 
     An `interactive` request has a person waiting for it: it is admitted before the others. `cache` marks the turn of a
-    conversation: an engine may go on from what it kept of the turns before, and keep what it computes for the next.
+    conversation: an engine may continue from what it kept of the turns before, and keep what it computes for the next.
     What is computed for a request is reused for others that begin alike, if they have the same `apart`: so the speed of
     an answer tells nothing about requests with another `apart`. `conversation` names the conversation of which it is a
     turn, so that of several servers the one is asked that has the turns before (`conversation_of`).
@@ -341,7 +343,7 @@ class Prompt:
 
     @property
     def opening(self) -> str:
-        """The assistant's words that the policy continues; empty where it begins a message of its own.
+        """Return the assistant's text that the policy continues; empty if the policy begins a new message.
 
         >>> Prompt(id="7", messages=({"role": "assistant", "content": "It is "},)).opening
         'It is '
@@ -417,7 +419,7 @@ class Completion:
 
     @property
     def spans(self) -> tuple[tuple[PolicyVersion, int], ...]:
-        """The versions that drew its tokens, oldest first, and how many each drew.
+        """Return the versions that sampled its tokens, oldest first, with the number of tokens of each.
 
         >>> sampled = {"token_ids": (5, 6, 7), "logprobs": (-0.1, -0.2, -0.3), "text": ""}
         >>> newer = ((1, PolicyVersion("math", 2)),)
@@ -432,13 +434,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the policy inside a rollout: everything it saw, and what it answered.
+    """Holds a call of the policy inside a rollout: the whole prompt, and the completion.
 
-    `reward` is what an environment gave for this turn; a turn that is not `trained` is only seen by later ones. `state`
-    names the situation in which the policy spoke, equal for equal situations (GiGPO's anchor states); None: what it
-    heard since its last turn tells. `role` says for whom the policy spoke, where an episode has several players.
-    `advantage` is the turn's own; None: the episode's. `taken` is its number in time among the episode's turns (or its
-    role's), where they do not stand in that order, as those of several conversations do not; None: where it stands.
+    `reward` is the environment's reward for this turn. A turn that is not `trained` is only context of later turns.
+    `state` names the situation in which the policy acted, equal for equal situations (GiGPO's anchor states); None: the
+    messages since the policy's last turn identify it. `role` names the player for which the policy acted, in an episode
+    with several players. `advantage` is the turn's own advantage; None: the episode's. `taken` is the turn's number in
+    time among the turns of the episode (or of its role); None: the turn's position in the list, which is the same
+    unless an episode has several conversations.
     """
 
     prompt_ids: tuple[int, ...]
@@ -453,20 +456,21 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One episode. `rewards` are by function name, None where that function failed; `reward` is their weighted sum,
-    None when the rollout cannot be scored (it is then excluded from its group, never counted as zero). `error` says in
-    words why not, and `error_kind` is the kind of the `EnvError` that it was.
+    """Holds an episode. `rewards` has a value for each reward function, None if this function failed; `reward` is the
+    weighted sum, None if the rollout cannot be scored (it is then excluded from its group, never counted as zero).
+    `error` says in words why not, and `error_kind` is the kind of the `EnvError`.
 
-    Of an episode in an environment `messages` are all that was said after the prompt, `stop` is why it ended and `info`
-    what there was to count; it has no turns if the environment failed before the first. `columns` are for reward
-    functions, as those of the prompt are, but its own: what a rollout function returned besides.
+    For an episode in an environment `messages` has all messages after the prompt, `stop` says why the episode ended,
+    and `info` has the environment's numbers; there are no turns if the environment failed before the first. `columns`
+    are columns for reward functions, like the prompt's, but of this rollout: further values that a rollout function
+    returned.
 
-    Of an episode with several players `role_rewards` are those of each, and `reward` is their mean; the turns of one
-    stand together, in the order in which they were taken. Where turns have advantages of their own, `advantage` is the
-    mean of those that are trained.
+    For an episode with several players `role_rewards` has each player's reward, and `reward` is their mean; the turns
+    of one player are together, in the order in which they were taken. If turns have their own advantages, `advantage`
+    is the mean over the trained turns.
 
-    `teacher` is what a teacher said of the completion tokens of each of its segments (`algo.samples.segments_of`);
-    empty without one.
+    `teacher` has a teacher's scores of the completion tokens of each segment (`algo.samples.segments_of`); empty
+    without a teacher.
     """
 
     turns: tuple[Turn, ...]
@@ -484,7 +488,7 @@ class Rollout:
 
     @property
     def completion(self) -> Completion:
-        """The last turn's completion (of a single-turn rollout: the only one)."""
+        """Return the last turn's completion (the only one of a single-turn rollout)."""
         return self.turns[-1].completion
 
     @property
@@ -497,8 +501,8 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutGroup:
-    """The rollouts of one prompt. `demonstrations` are a teacher's completions of it, which are learned as they are, or
-    what a dataset says: its answer, or the two of a preference pair."""
+    """Holds the rollouts of one prompt. `demonstrations` are learned unchanged: a teacher's completions of the prompt,
+    or a dataset's answer, or the two completions of a preference pair."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -511,7 +515,7 @@ class Sample:
 
     `mask[t]` is 1 where the policy chose `completion_ids[t]` and it is to be trained; tokens with mask 0 (tool results,
     user turns) are attended to and change nothing else. `behaviour_logprobs` may be None (text-only groups, supervised
-    data); `advantage` weighs the whole completion, and `weights` each of its tokens besides. Samples that stand
+    data); `advantage` weighs the whole completion, and `weights` in addition each of its tokens. Samples that stand
     together and begin alike share that in the forward.
 
     `targets[t]` is the token whose log-probability is taken where `completion_ids[t]` stands; None: that token itself.
@@ -562,8 +566,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceScores:
-    """Log-probabilities (nats) in a sequence of tokens: `logprobs` of its own tokens, `top` of the likeliest in the
-    place of each, as (id, log-probability), and `cells` of the tokens that were asked for."""
+    """Holds log-probabilities (nats) in a sequence of tokens: `logprobs` of its own tokens, `top` of the likeliest
+    tokens at each position, as (id, log-probability), and `cells` of the requested tokens."""
 
     logprobs: tuple[float, ...]
     top: tuple[tuple[tuple[int, float], ...], ...]

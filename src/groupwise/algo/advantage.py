@@ -38,11 +38,11 @@ and A(x; S) is one of the four formulas above for the value x among the values S
 MT-GRPO's paper has two turns and adds the group's normalised outcome to the normalised reward of the first; here the
 outcome reaches earlier turns through the return, for any number of turns. In GiGPO s_it is the state in which turn t
 was taken, the paper's anchor state: what the environment calls it (`Turn.state`), or else what the policy heard since
-the turn that it goes on from; w is `step_advantage_weight`, and `group_std` and `mean` are the paper's two
+the turn that it continues from; w is `step_advantage_weight`, and `group_std` and `mean` are the paper's two
 normalisations. A turn that has none to be compared with has A = 0 there. Turns that are not trained are compared with
 nothing and count in returns.
 
-**Several roles.** Where turns have a role, the turns of a role in an episode are an episode of their own, with its
+**Several roles.** Where turns have a role, the turns of a role in an episode are their own episode, with its
 reward R_ia (`Rollout.role_rewards`), and are compared with those of the same role alone: a baseline for each role
 (SPIRAL, arXiv 2506.24119, whose baseline is a moving average; here it is the group's).
 """
@@ -91,7 +91,8 @@ def gdpo_advantages(
     *,
     weights: Mapping[str, float] | None = None,
 ) -> list[list[Reward]]:
-    """GDPO: rewards by function name, per rollout, per group -> advantages. Weights default to 1 for every function.
+    """Return GDPO's advantages from rewards by function name, per rollout, per group. Weights default to 1 for every
+    function.
 
     >>> gdpo = AdvantageConfig(aggregation="normalize_then_sum")
     >>> gdpo_advantages([[{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]], gdpo)
@@ -210,7 +211,7 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def _std(values: Sequence[float], *, ddof: int) -> float:
-    """Standard deviation with n - ddof in the denominator; 0 for fewer than two values."""
+    """Return the standard deviation with n - ddof in the denominator; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     mean = mean_of(values)

@@ -36,14 +36,14 @@ class Algorithm:
 
         Args:
             rewards: two or more, finite, of which two differ; a group of equal rewards has advantages 0.
-            rollouts: whose they are; those that could not be scored are not among them.
+            rollouts: the scored rollouts of these samples; those that could not be scored are left out.
         """
         raise NotImplementedError
 
     def token_weights(self, rollout: Rollout, sample: Sample) -> Sequence[float] | None:
-        """Return what the rollout's advantage is multiplied by at each token of `sample.completion_ids`; None: by 1.
+        """Return the factor of the rollout's advantage at each token of `sample.completion_ids`; None: 1.
 
-        A rollout has one sample, or several where a turn does not go on from the one before.
+        A rollout has one sample, or several where a turn does not continue from the one before.
         """
         return None
 
@@ -55,7 +55,7 @@ class FunctionAlgorithm(Algorithm):
         self._function = function
 
     def advantages(self, rewards: Sequence[float], rollouts: Sequence[Rollout]) -> Sequence[float]:
-        """Return what the function does."""
+        """Return the function's advantages."""
         return self._function(rewards, rollouts)
 
 
@@ -115,7 +115,8 @@ def _weighted(sample: Sample, rollout: Rollout, algorithm: Algorithm) -> Sample:
 
 
 def _called(hook: Callable[[], Sequence[float] | None], name: str) -> list[float] | None:
-    """Return the hook's numbers, or None as it does. Raises TrainingError for what it raises and what is no number."""
+    """Return the hook's numbers, or None as it does. Raises TrainingError if the hook raises or returns a value that is
+    not a number."""
     try:
         values = hook()
         return None if values is None else [float(value) for value in values]

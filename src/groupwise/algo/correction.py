@@ -44,7 +44,7 @@ class Correction:
 
     @property
     def kept_N(self) -> Tensor:
-        """1 where the token counts, else 0."""
+        """Return 1 for a token that counts, else 0."""
         return (~self.masked_N).to(self.weight_N.dtype)
 
 

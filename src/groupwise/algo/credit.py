@@ -35,12 +35,12 @@ def with_advantages(
     beside: Sequence[RolloutGroup] = (),
     algorithm: Algorithm | None = None,
 ) -> list[RolloutGroup]:
-    """Return the same groups with `advantage` set on every rollout, None where it has none; and on every turn that is
-    trained, where turns have their own (`has_turn_advantages`).
+    """Return the same groups with `advantage` set on every rollout (None if it has none), and on every trained turn if
+    turns have their own advantages (`has_turn_advantages`).
 
     `sum_then_normalize` reads `Rollout.reward`, which already is the weighted sum. `normalize_then_sum` reads
-    `Rollout.rewards` and `weights`, of the rollouts whose `reward` is not None. `beside` are groups that are not
-    trained and count in the statistics of the batch. An `algorithm` of one's own takes the place of the formulas.
+    `Rollout.rewards` and `weights`, for the rollouts whose `reward` is not None. `beside` are groups that are not
+    trained, but count in the statistics of the batch. A given `algorithm` replaces the formulas.
     """
     if algorithm is None and beside:
         return with_advantages([*groups, *beside], spec, weights=weights)[: len(groups)]
@@ -69,7 +69,7 @@ def has_signal(
     """Return whether the group can teach anything: two or more scorable rollouts whose rewards differ.
 
     With `normalize_then_sum` it is enough that any one function's rewards differ, even if the sums are equal, but for
-    functions whose weight is 0. Where turns have advantages of their own it is enough that the returns of any turns
+    functions whose weight is 0. Where turns have their own advantages it is enough that the returns of any turns
     that are compared differ, even if the rewards of all episodes are equal.
     """
     group = voters(group, spec)
@@ -85,8 +85,8 @@ def has_signal(
 
 @dataclass(frozen=True)
 class Compared:
-    """A value, and whose it is: `turns` (by number) of the group's rollout number `rollout`, one turn or all of a
-    role."""
+    """Holds a value that is compared within a group, and its owner: the turns `turns` (by number) of rollout number
+    `rollout`, one turn or all turns of a role."""
 
     rollout: int
     turns: tuple[int, ...]
@@ -99,12 +99,12 @@ Terms = list[tuple[float, list[list[Compared]]]]
 
 
 def has_turn_advantages(group: RolloutGroup, spec: AdvantageConfig) -> bool:
-    """Return whether turns have advantages of their own: `credit` says so, or episodes have several roles."""
+    """Return whether turns have their own advantages: `credit` says so, or episodes have several roles."""
     return _credit(spec).credit != "episode" or any(turn.role is not None for r in group.rollouts for turn in r.turns)
 
 
 def comparisons(group: RolloutGroup, spec: AdvantageConfig) -> Terms:
-    """Return what is compared with what in a group; no terms where fewer than two of its rollouts can be scored."""
+    """Return the comparisons within a group; none if fewer than two of its rollouts can be scored."""
     spec = _credit(spec)
     scored = [(i, rollout) for i, rollout in enumerate(group.rollouts) if _can_be_scored(rollout)]
     tracks = [track for i, rollout in scored for track in _tracks(i, rollout)] if len(scored) > 1 else []
@@ -174,7 +174,7 @@ def _tracks(index: int, rollout: Rollout) -> list[_Track]:
 
 def _states(turns: Sequence[Turn]) -> list[Hashable]:
     """Return the state in which each turn was taken: its own name for it, or what its prompt adds to the turn that it
-    goes on from, the longest before it that its prompt begins with."""
+    continues from, the longest before it that its prompt begins with."""
     states: list[Hashable] = []
     seen: list[tuple[int, ...]] = [()]
     for turn in turns:
@@ -204,7 +204,7 @@ def _can_be_scored(rollout: Rollout) -> bool:
 
 
 def _with_turn_advantages(groups: Sequence[RolloutGroup], spec: AdvantageConfig) -> list[RolloutGroup]:
-    """`with_advantages` where turns have advantages of their own."""
+    """Return `with_advantages` for groups whose turns have their own advantages."""
     if spec.aggregation == "normalize_then_sum":
         hint = "set algo.aggregation: sum_then_normalize"
         raise ConfigError("aggregation normalize_then_sum does not go with advantages of turns or roles", hint=hint)

@@ -5,7 +5,7 @@ same prompt or after one with more in it (privileged context). What is minimised
 distributions at the places that the policy itself came to (on-policy distillation: GKD, arXiv 2306.13649; MiniLLM,
 arXiv 2306.08543). Two forms of it:
 
-**At the sampled token** (`with_teacher_advantages`). Each token has an advantage of its own, added to the one that it
+**At the sampled token** (`with_teacher_advantages`). Each token has its own advantage, added to the one that it
 has from rewards:
 
     A_t = w A_i + lambda (log q(y_t | y_<t) - log mu(y_t | y_<t))
@@ -16,7 +16,7 @@ Thinking Machines, "On-Policy Distillation", 2025; the sampled-token form of SDP
 number a token of the teacher. The ratio, the clipping and the reduction of the policy loss apply to it as to any
 advantage.
 
-**Over the teacher's K likeliest tokens** (`soft_divergence`), a term of the loss with a gradient of its own:
+**Over the teacher's K likeliest tokens** (`soft_divergence`), a term of the loss with its own gradient:
 
     lambda D(pi(. | y_<t), q(. | y_<t)),    over K + 1 outcomes: the K tokens, and all others as one
 
@@ -35,8 +35,8 @@ minimised is
     lambda / T  sum_t -log pi(y_t | y_<t)        y ~ q, T tokens of all of a step's completions of the teacher
 
 whose expectation is the forward KL(q || pi) of whole sequences, at the places that the teacher came to, but for the
-teacher's entropy, which is no matter of pi: sequence-level distillation (Kim and Rush 2016, arXiv 1606.07947). With a
-least reward it is rejection sampling (RFT, arXiv 2308.01825).
+teacher's entropy, which does not depend on pi: sequence-level distillation (Kim and Rush 2016, arXiv 1606.07947). With
+a least reward it is rejection sampling (RFT, arXiv 2308.01825).
 
 Shapes: N loss tokens of the micro-batch, K soft targets each.
 """
@@ -98,8 +98,7 @@ def demonstration_metrics(shown: Sequence[Sample]) -> dict[str, float]:
 
 
 def teacher_scores(groups: Sequence[RolloutGroup]) -> list[SequenceScores | None]:
-    """Return what the teacher said of each of the samples that `algo.samples.samples_of(groups)` makes; None where
-    nothing."""
+    """Return the teacher's scores of each sample of `algo.samples.samples_of(groups)`; None for a sample without."""
     found: list[SequenceScores | None] = []
     for rollout in (each for group in groups for each in group.rollouts if each.advantage is not None):
         found += rollout.teacher or (None,) * len(segments_of(rollout.turns))
@@ -140,7 +139,8 @@ def _with_gaps(sample: Sample, teacher: Sequence[float], coefficient: float) -> 
 
 
 def score_gap(teacher: float, sampled: float) -> float:
-    """log q - log mu; 0 where the sampler's is not known (the token is dropped), bounded where the teacher's is not."""
+    """Return log q - log mu; 0 if the sampler's is not known (the token is dropped), bounded if the teacher's is
+    not."""
     gap = teacher - sampled
     return 0.0 if math.isnan(gap) else min(max(gap, -MAX_GAP), MAX_GAP)
 
@@ -159,7 +159,7 @@ def soft_divergence(policy_NR: Tensor, target_NK: Tensor, kind: str) -> Tensor:
 
     Args:
         policy_NR: log pi of the K tokens and of all others, [N, K + 1], with its graph. Where the others have none
-            (-inf: K is the vocabulary) they are no outcome.
+            (-inf: K is the vocabulary) they are not an outcome.
         target_NK: log q of the K tokens; -inf where there are fewer than K. A row of nothing else has divergence 0. The
             teacher's rest is the difference of their sum from 1, at least the smallest that the type can tell.
     """

@@ -29,7 +29,7 @@ def teacher_metrics(samples: Sequence[Sample], scores: Sequence[SequenceScores |
 
 
 def _gaps(sample: Sample, said: SequenceScores) -> Iterator[float]:
-    """log q - log mu of each trained token for which both are known."""
+    """Yield log q - log mu of each trained token for which both are known."""
     rows = zip(sample.mask, said.logprobs, sample.behaviour_logprobs or (), strict=True)
     for trained, teacher, sampled in rows:
         if trained and not math.isnan(teacher - sampled):

@@ -57,7 +57,8 @@ def p_at_most(values: Sequence[float], mean: float, *, worst: float) -> float:
 
 
 def lower_bound(values: Sequence[float], *, alpha: float, worst: float) -> float:
-    """Return what the mean is not below, but for a chance of `alpha`, given that no value can be below `worst`."""
+    """Return the lower bound of the mean, wrong with probability `alpha` at most, given that no value can be below
+    `worst`."""
     at, weights = _counted(values, worst)
     low, high = worst, float(at.max())
     for _ in range(36):
@@ -127,8 +128,8 @@ def _p(at: Floats, weights: Floats, mean: float) -> float:
 
 # ---- many looks at the same prompts ----
 def share_of_error(alpha: float, look: int) -> float:
-    """Return the part of `alpha` that the look of this number (the first is 1) may use, where nobody knows how many
-    there will be: alpha / (LOOKS (k + 1) ln(k + 1)^2). All of them, without end, add up to `alpha`."""
+    """Return the part of `alpha` that look number k (the first is 1) may use if the number of looks is not known in
+    advance: alpha / (LOOKS (k + 1) ln(k + 1)^2). The sum over infinitely many looks is `alpha`."""
     return alpha / (LOOKS * (look + 1) * math.log(look + 1) ** 2)
 
 

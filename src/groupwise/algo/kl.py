@@ -47,7 +47,7 @@ COEFFICIENTS = (1e-8, 1e4)  # between which it stays
 
 
 def sequence_kl(sample: Sample, reference: Sequence[float]) -> float:
-    """K of one completion in nats, from its behaviour logprobs; tokens without a finite logprob add nothing.
+    """Return K of one completion in nats, from its behaviour logprobs; tokens without a finite logprob add nothing.
 
     Args:
         reference: log-probability of every completion token under the reference, at the sampling temperature:
@@ -97,8 +97,8 @@ def _less(rollout: Rollout, penalty: float) -> Rollout:
 def logprob_drop(
     samples: Sequence[Sample], before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
 ) -> float:
-    """By how many nats a trained token the samples are less likely `after` than `before`; 0 without such tokens. Rows
-    have a log-probability for each completion token; those that are not finite are left out."""
+    """Return the nats per trained token by which the samples are less likely `after` than `before`; 0 without such
+    tokens. Rows have a log-probability for each completion token; those that are not finite are left out."""
     drops = [
         then - now
         for sample, rows in zip(samples, zip(before, after, strict=True), strict=True)
@@ -122,7 +122,8 @@ def kl_metrics(samples: Sequence[Sample], reference: Sequence[Sequence[float]]) 
 
 
 def measured_rows(samples: Sequence[Sample], *, turn: int, max_tokens: int | None = None) -> list[Sample]:
-    """Indices of a few samples, all of one group, to estimate the KL from; `turn` (the step) chooses the group.
+    """Return the indices of a few samples, all of one group, to estimate the KL from; `turn` (the step) chooses the
+    group.
 
     As many as have `max_tokens` completion tokens together (None: a tenth of the batch's), but at least one. Rows that
     cannot be measured, for want of behaviour logprobs or of trained tokens, are passed over.
@@ -170,16 +171,16 @@ class AdaptiveKL:
         return self.coeff
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs; target and horizon come from its configuration."""
+        """Return the state for a resumed run; target and horizon come from its configuration."""
         return {"coeff": self.coeff}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore the values of `state_dict`."""
         self.coeff = float(state["coeff"])
 
 
 def _gaps(sample: Sample, reference: Sequence[float]) -> Iterator[float]:
-    """log mu - log ref of each trained token for which both are finite."""
+    """Yield log mu - log ref of each trained token for which both are finite."""
     if sample.behaviour_logprobs is None:
         raise ConfigError(
             "the KL outside of the loss reads behaviour logprobs, and the samples have none",
@@ -191,7 +192,8 @@ def _gaps(sample: Sample, reference: Sequence[float]) -> Iterator[float]:
 
 
 def _centred(kls: Sequence[float], spec: AdvantageConfig, *, coeff: float) -> list[float]:
-    """beta (K - mean K), or the mean of the others: what is subtracted from each advantage."""
+    """Return the amounts that are subtracted from the advantages: beta (K - mean K), the mean of the others with
+    `leave_one_out`."""
     if len(kls) < 2:
         return [0.0] * len(kls)
     mean = math.fsum(kls) / len(kls)

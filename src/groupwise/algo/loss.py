@@ -120,7 +120,7 @@ def policy_loss(
 
 
 def _policy_log_ratio(t: Tokens, spec: LossSpec) -> Tensor:
-    """log pi - log anchor of each token; what reads no anchor gets the current policy's own, 0."""
+    """Return log pi - log anchor of each token; 0, the current policy's own, for losses that read no anchor."""
     if spec.anchor == "behaviour" and spec.reads_anchor:
         assert t.behaviour_N is not None
         return t.logprobs_N - t.behaviour_N
@@ -128,7 +128,7 @@ def _policy_log_ratio(t: Tokens, spec: LossSpec) -> Tensor:
 
 
 def _ratio(t: Tokens, log_ratio_N: Tensor, spec: LossSpec) -> Tensor:
-    """w_t, with gradient."""
+    """Return w_t, with gradient."""
     if spec.ratio == "sequence":
         # GSPO-token (arXiv 2507.18071, section 4.3): the row's value, and the gradient of the token's own logprob.
         mean_N = t.row_mean(log_ratio_N.detach())[t.row_N]
@@ -137,7 +137,7 @@ def _ratio(t: Tokens, log_ratio_N: Tensor, spec: LossSpec) -> Tensor:
 
 
 def _surrogate(t: Tokens, ratio_N: Tensor, log_ratio_N: Tensor, correction: Correction, spec: LossSpec) -> Tensor:
-    """l_t, what is minimised, without the square of `dro_beta`.
+    """Return l_t, the minimised term, without the square of `dro_beta`.
 
     clip         -min(w A, clip(w, 1 - low, 1 + high) A), and at most -c A where A < 0      arXiv 1707.06347, 1912.09729
     unclipped    -w A
@@ -230,7 +230,7 @@ def _kl(t: Tokens, log_ratio_N: Tensor, spec: LossSpec) -> Tensor:
 
 
 def _scale(t: Tokens, inputs: LossInputs, spec: LossSpec) -> Tensor:
-    """s_t: what a token's loss is multiplied by before everything is summed.
+    """Return s_t, the factor of a token's loss in the sum.
 
     token_mean      1 / total_tokens                                      DAPO
     sequence_mean   1 / (tokens of its sequence * total_rows)             GRPO

@@ -77,8 +77,8 @@ class Tokens:
 
 
 def select_tokens(logprobs_N: Tensor, inputs: LossInputs, entropy_N: Tensor | None, *, old_is_anchor: bool) -> Tokens:
-    """`LossInputs` without the dropped tokens. Without `old_is_anchor` the current policy, detached, is the old
-    policy."""
+    """Return the `LossInputs` without the dropped tokens. Without `old_is_anchor` the current policy, detached, is the
+    old policy."""
     dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
     known = inputs.behaviour_N is None or inputs.behaviour_is_finite
     finite_N = None if known else inputs.behaviour_N.isfinite()  # type: ignore[union-attr]
@@ -119,5 +119,5 @@ def _counted(row_N: Tensor, rows: int) -> Tensor:
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), clamped to +-20 first, so that the ratio is finite and not 0."""
+    """Return exp(log_ratio), clamped to +-20 first, so that the ratio is finite and not 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

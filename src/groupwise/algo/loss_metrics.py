@@ -89,7 +89,7 @@ def kl_metrics(t: Tokens, tokens: float) -> dict[str, Tensor]:
 
 
 def _spread(name: str, x_N: Tensor, tokens: float) -> dict[str, Tensor]:
-    """Mean, least and largest of a token's value."""
+    """Return the mean, the least and the largest value of a token."""
     mean = {f"{name}_mean": x_N.sum() / tokens}
     return mean | {f"{name}_min": x_N.min(), f"{name}_max": x_N.max()} if len(x_N) else mean
 
@@ -102,12 +102,13 @@ def as_numbers(told: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
 
 
 def combined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of the micro-batches of one optimizer step -> those of the step."""
+    """Combine the metrics of an optimizer step's micro-batches into those of the step."""
     return {key: _merge(key, [part[key] for part in parts if key in part]) for key in _keys(parts)}
 
 
 def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps -> one number each: extremes of all, means of the others."""
+    """Combine the metrics of several optimizer steps into one number each: extremes of extremes, means of the
+    others."""
     return {
         key: _merge(key, values) / (1 if _extreme(key) else len(values))
         for key in _keys(steps)
@@ -116,7 +117,7 @@ def averaged(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def rescaled(metrics: Mapping[str, float], *, tokens: float, policy: float) -> dict[str, float]:
-    """Metrics of sums -> of means: divided by `tokens`, and `loss/policy` by what its reduction divides by."""
+    """Turn metrics that are sums into means: divide by `tokens`, and `loss/policy` by its reduction's denominator."""
     divisors = {"loss/policy": policy, **dict.fromkeys(COUNTS, 1.0)}
     return {key: value if _extreme(key) else value / divisors.get(key, tokens) for key, value in metrics.items()}
 

@@ -6,15 +6,15 @@
     sample_metrics    of what the learner was given                     train/*
     time_metrics      of how long its parts took                        time/*, perf/*
 
-The table metrics.yaml beside this file says what each of them means, what is good and what to do otherwise, and the
-same of the optimizer, the loss and the evaluation, which other modules count. The functions are pure and know nothing
-of how the groups came about, so a metric means the same in every mode: one step after the other, in windows, with
-sampling ahead of training.
+The table metrics.yaml next to this file says what each metric means, which values are good and what to do otherwise. It
+also has the metrics of the optimizer, the loss and the evaluation, which other modules compute. The functions are pure
+and do not depend on how the groups were sampled, so a metric means the same in every mode: one step after the other, in
+windows, with sampling ahead of training.
 
-Three rules hold for all of them. A metric of nothing is left out, never 0: where no completion could be scored there
-is no mean reward. A reward that failed is in no statistic but the counts of failures. Lengths and tokens are those that
-the policy chose: what a tool or a user said is part of a prompt, whichever turn it comes in. An episode of several
-turns is one completion here, as long as all that the policy said in it.
+Three rules hold for all metrics. A metric without values is left out, never 0: if no completion could be scored, there
+is no mean reward. A reward that failed is only in the counts of failures. Lengths and tokens count what the policy
+sampled: a tool's or a user's message is part of a prompt, in every turn. An episode of several turns counts as one
+completion, with the policy's tokens of all turns.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Definition:
 
 @cache
 def definitions() -> tuple[Definition, ...]:
-    """Return what every metric means, in the order of the table, which docs/metrics.md and the web interface show."""
+    """Return the meaning of every metric, in the order of the table, which docs/metrics.md and the web interface
+    show."""
     table = ruamel.yaml.YAML(typ="safe").load(TABLE.read_text("utf-8"))
     return tuple(
         Definition(metric=metric, section=section, **words)
@@ -90,19 +91,19 @@ def rollout_metrics(
     rerolled: int = 0,
     too_long: int = 0,
 ) -> Metrics:
-    """Return what a step's rollouts were like; the words are in metrics.yaml.
+    """Return the metrics of a step's rollouts; metrics.yaml explains them.
 
     Args:
         sampled: the groups drawn for this step, also those that are not trained on; without replayed ones.
         trained: the groups of the batch, with replayed ones.
         advantage: decides whether equal sums of different rewards teach something.
-        weights: of the reward functions, by name; 1 each if it is None. Those of weight 0 are only watched.
-        batch_groups: how many groups a full batch has.
-        staleness: of the fresh groups of the batch: steps since the version that sampled them.
+        weights: the weights of the reward functions, by name; None: 1 each. Functions of weight 0 are only recorded.
+        batch_groups: the number of groups in a full batch.
+        staleness: for each fresh group of the batch, the steps since the version that sampled it.
         used: the groups of the batch as they are in `sampled`; None leaves out what was dropped.
-        token_ages: of stretches of their tokens: steps since the version that drew them, and how many tokens.
-        replayed: how many groups of the batch were trained before.
-        rerolled: how many of `sampled` are of prompts that were tried again.
+        token_ages: for stretches of their tokens, the steps since the version that sampled them, and their number.
+        replayed: the number of the batch's groups that were trained before.
+        rerolled: the number of groups in `sampled` whose prompts were tried again.
         too_long: prompts that were passed over.
     """
     metrics = _rewards(sampled, advantage, weights) | _by_function(sampled, advantage, weights) | _lengths(sampled)
@@ -148,7 +149,7 @@ def _are_same(group: RolloutGroup) -> bool:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Return what the learner trains on: completions, and tokens that are not masked."""
+    """Return the metrics of the learner's samples: completions, and tokens that are not masked."""
     metrics = {"train/samples": float(len(samples)), "train/tokens": float(sum(sum(s.mask) for s in samples))}
     if samples:
         metrics["train/advantage_abs_mean"] = fmean(map(_advantage_size, samples))
@@ -156,7 +157,7 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def _advantage_size(sample: Sample) -> float:
-    """|A| of a sample, or its mean over the trained tokens where they have weights."""
+    """Return |A| of a sample, or its mean over the trained tokens if they have weights."""
     if sample.weights is None:
         return abs(sample.advantage)
     trained = [abs(sample.advantage * w) for w, m in zip(sample.weights, sample.mask, strict=True) if m]
@@ -228,7 +229,7 @@ def _by_function(
 
 
 def _noise(groups: Sequence[RolloutGroup], names: Sequence[str]) -> Metrics:
-    """`reward/<name>/noise` of each function that scored completions that are the same."""
+    """Return `reward/<name>/noise` of each function that scored equal completions."""
     unequal: dict[str, list[bool]] = {}
     for group in groups:
         for twins in _twins(group):
@@ -253,7 +254,7 @@ def _twins(group: RolloutGroup) -> list[list[Rollout]]:
 
 
 def _shares(by_name: Mapping[str, Sequence[Sequence[float]]], weights: Mapping[str, float]) -> Metrics:
-    """`reward/<name>/share` of each function whose values differ in any group."""
+    """Return `reward/<name>/share` of each function whose values differ in any group."""
     shares: dict[str, list[float]] = {}
     for columns in zip(*by_name.values(), strict=True):  # a group's values, function by function
         loud = {name: abs(weights[name]) * _spread(values) for name, values in zip(by_name, columns, strict=True)}
@@ -285,8 +286,8 @@ def _lengths(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _most_common(said: Sequence[Sequence[int]]) -> int:
-    """Return how often the most frequent token stands in all of these."""
-    import numpy as np  # not by whoever merely reads what metrics mean
+    """Return how often the most frequent token occurs in all of these sequences."""
+    import numpy as np  # imported here: a program that only reads the meanings of metrics does not need it
 
     every = np.fromiter(chain.from_iterable(said), "int64", sum(map(len, said)))
     if every.min() >= 0 and every.max() < MOST_IDS:
@@ -399,7 +400,7 @@ def _episodes(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _roles(groups: Sequence[RolloutGroup]) -> Metrics:
-    """`role/<role>/reward` and `role/<role>/std`, of episodes with several players."""
+    """Return `role/<role>/reward` and `role/<role>/std` of episodes with several players."""
     by_role: dict[str, list[list[float]]] = {}
     for group in groups:
         scored = [rollout.role_rewards for rollout in group.rollouts if _finite(rollout.reward) is not None]
@@ -414,7 +415,7 @@ def _roles(groups: Sequence[RolloutGroup]) -> Metrics:
 
 
 def _credit(sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], advantage: AdvantageConfig) -> Metrics:
-    """`turn/*` and `gigpo/*`; nothing where turns have the advantage of their episode."""
+    """Return `turn/*` and `gigpo/*`; empty if turns have the advantage of their episode."""
     if not any(has_turn_advantages(group, advantage) for group in sampled):
         return {}
     metrics: Metrics = {}

@@ -46,7 +46,7 @@ def preference_loss(
     Args:
         logprobs_B: log pi(y | x) in nats of each completion, with its graph; chosen and rejected in turns.
         reference_B: the same under the reference.
-        tokens_B: how many tokens each is the sum of.
+        tokens_B: the number of tokens in each sum.
     """
     log_ratio_B = logprobs_B - reference_B
     by_token_B = log_ratio_B / tokens_B.to(log_ratio_B)

@@ -5,7 +5,7 @@ segment of an episode with much of the segments before. Sorted by their tokens, 
 side, and what each adds to the one before it are the nodes of their prefix tree (radix trie):
 
     5 6 7 8          all four are its own
-    5 6 7 8 2        one: it goes on where the first ends
+    5 6 7 8 2        one: it continues where the first ends
     5 6 9            one: it leaves the line above after two
     8 9              both                                       8 distinct tokens of 14
 
@@ -30,8 +30,8 @@ TAIL = 8  # tokens at a prompt's end that a rewritten history need not have: <th
 
 @dataclass(frozen=True)
 class Line:
-    """One sample in a prefix tree: its row, its tokens, and how many leading tokens it shares with the sample before
-    it."""
+    """A sample's place in a prefix tree: its row in the batch, its tokens, and the number of leading tokens that it
+    shares with the sample before it (`known`)."""
 
     row: int
     ids: tuple[int, ...]
@@ -133,7 +133,7 @@ def cut(tree: Sequence[Line], token_budget: int) -> Iterator[tuple[list[int], in
 
 
 def _tree_and_worth(samples: Sequence[Sample], rows: Sequence[int]) -> tuple[list[Line], bool]:
-    """Return the tree of these rows, and whether it saves enough beside sharing equal prompts."""
+    """Return the tree of these rows, and whether it saves enough compared with sharing equal prompts."""
     tree = tree_of(samples, rows)
     if len(rows) == 1:
         return tree, False

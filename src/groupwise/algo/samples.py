@@ -7,7 +7,7 @@
 
 A turn that does not extend what came before it (a template that drops earlier <think> blocks rewrites history) begins
 another segment, whose prompt is all that this turn saw. The segments of an episode have its advantage, or, where turns
-have advantages of their own, the tokens of each turn have that. So a token is trained once, in the context in which it
+have their own advantages, the tokens of each turn have that. So a token is trained once, in the context in which it
 was sampled, and nothing is decoded and encoded again.
 """
 

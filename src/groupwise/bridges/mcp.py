@@ -3,11 +3,11 @@
     class Notes(ToolEnv):
         tools = mcp_tools(command=["python", "notes_server.py"])          # or url="http://localhost:8000/mcp"
 
-A server is connected to once per process, whoever asks for it again: a stdio server is started then, not for each
-episode, and its state is shared by all of them. Its connection lives in a thread with an event loop of its own, so that
-tools can be called from any other. When it is lost, the next call connects again, and starts a stdio server anew. A
-started server ends with the process: orderly at its end, and when the process is killed its standard input closes,
-which is how MCP tells a server to stop.
+A process connects to a server once, on the first request for it: a stdio server is started then, not for each episode,
+and all episodes share its state. The connection has its own thread with an event loop, so that tools can be called from
+any other thread. If the connection is lost, the next call connects again, and restarts a stdio server. A started server
+ends with the process: orderly at the process's end, and if the process is killed the server's standard input closes,
+which is MCP's signal to stop.
 
 Protocol: https://modelcontextprotocol.io/specification, transports stdio and streamable HTTP.
 """
@@ -67,20 +67,22 @@ def mcp_tools(
     time_limit_s: float = CALL_LIMIT_S,
     start_limit_s: float = START_LIMIT_S,
 ) -> ToolBox:
-    """Return the tools of a server, which is connected to if it is not yet.
+    """Return the tools of a server; connect to the server if this process has no connection yet.
 
     Args:
-        command: starts the server, which speaks over stdin and stdout; or
-        url: the streamable-HTTP endpoint of a server that runs.
-        env, cwd: the started server's own environment variables (beside PATH, HOME and the like) and its directory.
-        headers: of each request to `url`, for authorisation.
-        only: the names of the tools to offer; all of them without it.
-        prefix: put in front of the tools' names, where two servers' would clash.
-        time_limit_s: seconds that a call may take;  start_limit_s: and the start with the list of tools.
+        command: starts the server, which communicates over stdin and stdout; or
+        url: the streamable-HTTP endpoint of a running server.
+        env, cwd: the started server's environment variables (in addition to PATH, HOME and the like) and its directory.
+        headers: headers of each request to `url`, for authorisation.
+        only: the names of the tools to offer; by default all tools.
+        prefix: put in front of the tools' names, for two servers with tools of the same name.
+        time_limit_s: the most seconds that a call may take.
+        start_limit_s: the most seconds for the start and the list of tools.
 
     Raises:
-        ConfigError: neither or both of command and url, a tool in `only` that there is not, or `mcp` is not installed.
-        EnvError: the server cannot be started or reached in time; what it wrote to stderr is in the message.
+        ConfigError: neither or both of command and url, a tool in `only` that the server does not have, or `mcp` is not
+            installed.
+        EnvError: the server cannot be started or reached in time; the message has the server's stderr.
     """
     words = shlex.split(command) if isinstance(command, str) else list(command or ())
     if bool(words) == (url is not None):
@@ -141,7 +143,7 @@ class McpConnection:
         return self._lost or not self._thread.is_alive()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return what the tool answers, from any event loop. Raises ToolError for an error of the tool's own."""
+        """Return the tool's answer, from any event loop. Raises ToolError for an error of the tool's own."""
         client = self._client
         if client is None or self.closed:
             raise ToolError(f"the MCP server {self.address} is gone")

@@ -87,7 +87,7 @@ class OpenEnvironment(ToolEnv):
         self._broken: Exception | None = None  # what the client raised in one of them
 
     def cases(self) -> list[dict[str, Any]]:
-        """Cases that differ by their seed."""
+        """Return cases that differ by their seed."""
         if self._episodes < 1:
             raise ConfigError("an OpenEnv server has no dataset", hint="set data.source, or env.args.episodes")
         return [{"seed": number} for number in range(self._episodes)]
@@ -156,7 +156,7 @@ class OpenEnvironment(ToolEnv):
                     raise ToolError("the episode is over")
                 try:
                     result = await _finished(self._client.step(self._call_of(name, arguments)))
-                except Exception as error:  # a lost connection is no answer of the tool's
+                except Exception as error:  # a lost connection is not an answer of the tool
                     self._broken = error
                     raise
                 self._results.append(result)
@@ -206,7 +206,7 @@ def _fields(observation: Any) -> dict[str, Any]:
 
 
 def _told(said: Any) -> list[Message]:
-    """Messages; a text is a user's."""
+    """Return messages; a text becomes a user's message."""
     if said is None:
         return []
     return [Message(role="user", content=said)] if isinstance(said, str) else list(said)

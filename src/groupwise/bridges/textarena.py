@@ -13,7 +13,7 @@ Other players are an `opponent`: a function from the text that such a player has
 `textarena.Agent`, made once an episode. Needs `pip install 'groupwise[textarena]'`; the games with words also need data
 of NLTK (`python -m nltk.downloader words averaged_perceptron_tagger_eng`).
 
-Games draw from the global generators of `random` and NumPy. Each episode has states of its own of these, which are put
+Games draw from the global generators of `random` and NumPy. Each episode has its own states of these, which are put
 in place while the game computes, so that episodes of one process do not disturb each other and a seed is one game.
 """
 
@@ -41,20 +41,20 @@ _DRAWING = threading.Lock()  # the global generators are the process's
 
 
 class TextArenaGame:
-    """One game, played by the policy.
+    """Makes an environment from a TextArena game: the policy plays one player, `opponent` plays all others.
 
     Args:
-        game: as `textarena.make` knows it.
-        episodes: games with seeds of their own, in `cases`.
-        eval_episodes: the same, in `eval_cases`.
+        game: the game's name, as `textarena.make` takes it.
+        episodes: the number of games in `cases`; each has its own seed.
+        eval_episodes: the number of games in `eval_cases`.
         opponent: plays all other players; `module:function`, or `module:Class` of an agent.
-        players: how many there are; 1 without an opponent, otherwise 2.
-        seat: which of them the policy is.
-        folder: where the opponent's module may stand; the configuration's.
+        players: the number of players; by default 1 without an opponent, otherwise 2.
+        seat: the number of the player that the policy is.
+        folder: a folder in which the opponent's module may be; the configuration's.
         options: the game's own arguments.
 
     Raises:
-        ConfigError: the package is missing, there is no such game, or it does not take these arguments.
+        ConfigError: the package is missing, there is no game of this name, or the game does not take these arguments.
     """
 
     named_by = "game"  # the argument that is the name in `env.environment`
@@ -82,12 +82,12 @@ class TextArenaGame:
         self._heard: dict[int, str] = {}  # what the other players have seen so far
 
     def cases(self) -> list[dict[str, Any]]:
-        """Games by their seed; the first one is begun, so that what it lacks is known before anything is loaded."""
+        """Return games by their seed; begin the first one, so that missing parts are known before a model is loaded."""
         self.reset({"seed": 0}, 0)
         return [{"seed": number} for number in range(self._episodes)]
 
     def eval_cases(self) -> list[dict[str, Any]]:
-        """Games with other seeds."""
+        """Return games with other seeds."""
         return [{"seed": HELD_OUT + number} for number in range(self._eval_episodes)]
 
     def reset(self, case: Mapping[str, Any], seed: int) -> str:
@@ -138,7 +138,7 @@ class TextArenaGame:
         return None
 
     def _text(self, player: int, seen: Any) -> str:
-        """Observations (from whom, text, kind) as one text, without the player's own moves."""
+        """Return observations (sender, text, kind) as one text, without the player's own moves."""
         names = self._game.state.role_mapping
         lines = []
         for sender, text, *_ in seen or ():
@@ -155,7 +155,7 @@ class _Generators:
 
     @contextmanager
     def in_place(self, *, seed: int | None = None) -> Iterator[None]:
-        """Context manager: the global generators are this episode's, begun anew where there is a `seed`."""
+        """Use this episode's states in the global generators inside the block; a `seed` restarts them."""
         with _DRAWING:
             kept = random.getstate(), numpy.random.get_state()
             if seed is not None:

@@ -514,7 +514,7 @@ def _history_row(version: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def evaluation_rows(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return what suites measured of a version, a row a metric."""
+    """Return a version's results in suites, a row for each metric."""
     rows = [("evaluated", "metric", "value", "", "samples", "by", "")] if results else []
     for result in results:
         by = f"{result['suite']} {result['release']}"

@@ -187,7 +187,7 @@ def _converse(partner: Partner, messages: list[Any], text: str | None, images: S
 
 
 def _typed() -> Iterator[str]:
-    """Yield what the user types, message by message; or all of stdin where that is no terminal."""
+    """Yield what the user types, message by message; or all of stdin if stdin is not a terminal."""
     if not sys.stdin.isatty():
         yield sys.stdin.read()
         return

@@ -67,7 +67,7 @@ def demo(
         raise typer.Exit(Interrupted.exit_code)
     if serve is False or result.version.is_base:
         return
-    if serve is None and not (sys.stdin.isatty() and sys.stderr.isatty()):  # nobody is there to end it
+    if serve is None and not (sys.stdin.isatty() and sys.stderr.isatty()):  # no user can end it
         say(f"\nThis is no terminal, so nothing is served. To chat with it on http://{HOST}:{PORT}/ui/, type")
         return say(f"  groupwise serve {shlex.quote(str(result.run_dir))}")
     say("\nServing what was trained; Ctrl-C ends it. `--no-serve` leaves this out.")
@@ -78,7 +78,7 @@ def demo(
 
 
 def _free_port() -> int:
-    """Return the usual port, or 0 (any that is free) where somebody has it."""
+    """Return the default port, or 0 (any free port) if the default is taken."""
     from groupwise.server.listen import StartError, bind
 
     try:

@@ -226,7 +226,7 @@ def check_template() -> DoctorCheck:
 
 
 def check_sandbox() -> DoctorCheck:
-    """Return what untrusted code (rewards that run programs) is kept apart by."""
+    """Return the findings about the isolation of untrusted code (rewards that run programs)."""
     from groupwise.rewards.sandbox import isolation
 
     level = isolation()

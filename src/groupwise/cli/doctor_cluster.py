@@ -42,7 +42,7 @@ DEADLINE_S = 60.0
 
 
 def host_findings() -> Iterator[DoctorCheck]:
-    """Yield what other machines would meet here: torch.distributed, the name, the port."""
+    """Yield findings about the meeting with other machines: torch.distributed, the name, the port."""
     there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     yield DoctorCheck(
         "distributed", "ok", f"backends: {', '.join(name for name, is_there in there.items() if is_there)}"

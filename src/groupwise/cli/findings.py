@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def json_options(text: str, *, example: str = '{"tag": "answer"}') -> dict[str, Any]:
-    """`--args` as a mapping. Raises ConfigError."""
+    """Parse `--args` to a mapping. Raises ConfigError."""
     try:
         options = json.loads(text)
     except ValueError as error:

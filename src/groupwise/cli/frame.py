@@ -109,7 +109,7 @@ def print_answer(value: Any) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns, never cut or folded: ids and names can be copied, whatever the terminal's width."""
+    """Print aligned columns, never cut or folded, so that ids and names can be copied at any width of the terminal."""
     widths = [max(cell_len(visible(cell)) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

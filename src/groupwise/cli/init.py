@@ -85,7 +85,8 @@ def init(
 
 @contextmanager
 def _new_folder(directory: Path) -> Iterator[Path]:
-    """Context manager: a folder to write into, which is `directory` at the end; if the block raises there is none.
+    """Yield a folder to write into, which becomes `directory` at the end of the block; if the block raises, it is
+    removed.
 
     Raises ConfigError if something is there already, StorageError if it cannot be written.
     """

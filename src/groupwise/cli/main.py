@@ -1,6 +1,6 @@
 """The command line: `groupwise demo | init | run | check | chat | serve | ui | report | ...`.
 
-`PANELS` is what there is, in the order of a user's day. Commands with a file of their own: `demo`, `init`, `chat`,
+`PANELS` is what there is, in the order of a user's day. Commands with their own file: `demo`, `init`, `chat`,
 `serve`, `doctor`; what reads the directories of runs is in `runs`, what talks to a server in `remote`, adapters, here
 or on a server, in `adapters`, rewards and environments in `checks`.
 
@@ -186,7 +186,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train as CONFIG says; Ctrl-C finishes the step, saves and evaluates. Several files, or --sweep, are several runs,
-    trained beside each other over one base model (docs/sweeps.md).
+    trained together over one base model (docs/sweeps.md).
 
     CONFIG may also be Axolotl's, TRL's or prime-rl's; overrides are in its own words (docs/migrating.md). In its place
     aitraining's flags name an environment: --rl-env-module, --rl-env-class, --rl-env-config and the others.
@@ -467,7 +467,7 @@ def _given(config: str | None) -> str:
 def _evaluate(
     loaded: RunConfig, *, adapter: str | None, against: str | None, modes: tuple[str, ...], as_json: bool
 ) -> None:
-    """On the prompts of the configuration, by its rewards."""
+    """Evaluate on the configuration's prompts, by its rewards."""
     from groupwise.run.evaluate import checked_modes
     from groupwise.run.plan import make_plan
     from groupwise.store.locate import find_version

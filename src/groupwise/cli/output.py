@@ -33,7 +33,7 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def json_alone(as_json: bool) -> Iterator[None]:
-    """Within, with `--json`: what else is printed, such as by a reward function, goes to stderr."""
+    """Send other output inside the block, such as a reward function's, to stderr; with `--json` only."""
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         yield
 
@@ -44,7 +44,7 @@ def print_line(text: str, *, console: Console | None = None) -> None:
 
 
 def print_pairs(rows: Iterable[Sequence[str]], *, console: Console | None = None) -> None:
-    """Rows in aligned columns."""
+    """Print rows in aligned columns."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
@@ -67,5 +67,5 @@ def duration(seconds: float) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """`value`, or None where JSON has no number for it."""
+    """Return `value`, or None if JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None

@@ -191,7 +191,7 @@ def print_extremes(console: Console, result: RunResult) -> None:
 
 
 def changed_first(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> list[tuple[Prompt, str, str]]:
-    """(prompt, text before, text after) of the first mode, those whose reward changed in front, else in order."""
+    """Return (prompt, text before, text after) for the first mode: those whose reward changed first, then in order."""
     if not after:
         return []
     mode = next(iter(after))

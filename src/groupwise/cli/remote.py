@@ -318,7 +318,7 @@ def _print_end(job: TrainStatus, *, as_json: bool, told: Sequence[str] = ()) -> 
 
 @contextmanager
 def _going_on(job_id: str) -> Iterator[None]:
-    """Context manager: who stops waiting is told that the job does not stop."""
+    """Tell a user who interrupts the wait in the block that the job continues."""
     try:
         yield
     except KeyboardInterrupt:

@@ -123,7 +123,7 @@ def _load(name: str, *, folder: Path, options: dict[str, Any]) -> tuple[Sequence
 
 
 def _find(name: str, folder: Path) -> dict[str, Callable[..., Any]]:
-    """Reference -> function: the one that is named, or all of the module."""
+    """Return functions by reference: the named one, or all of the module."""
     from groupwise.config.load import load_object
     from groupwise.rewards.catalogue import functions_in
 

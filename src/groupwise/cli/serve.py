@@ -107,8 +107,8 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Serve a model, or what a run trained, over HTTP and in a browser: chat, score, train, swap adapters."""
-    # threads that wait for each other give up the core: on two cores a server beside its training worker was 50 times
-    # slower while they spun
+    # threads that wait for each other give up the core: on two cores a server with its training worker was 50 times
+    # slower while the threads spun
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     document = _read_settings(config_file)
     model, given = _words(model, [*(overrides or ()), *(set_ or ())])
@@ -152,7 +152,7 @@ def serve(
 
 @contextmanager
 def _nor_a_run(model: str, policy: TrainedPolicy | None) -> Iterator[None]:
-    """Context manager in which the error about a model that is not there says that no run is called so either."""
+    """Add to the error about a missing model that there is no run of this name, either."""
     try:
         yield
     except ModelError as error:
@@ -179,7 +179,7 @@ def _there(config: ServeConfig) -> ServeConfig:
 
 
 def _read_settings(path: Path | None) -> Document:
-    """Return the settings of --config; what they name is looked for beside the file. Raises ConfigError."""
+    """Return the settings of --config; relative paths in them begin at the file's folder. Raises ConfigError."""
     from groupwise.config.yaml import Document
 
     if path is None:
@@ -190,7 +190,7 @@ def _read_settings(path: Path | None) -> Document:
 
 
 def _ask_as_trained(document: Document, policy: TrainedPolicy) -> None:
-    """Settings that are not given are those of the prompts and completions that it was trained on."""
+    """Set missing settings to those of the prompts and completions on which the model was trained."""
     from groupwise.config.yaml import inline
 
     for key, value in policy.manner.items():

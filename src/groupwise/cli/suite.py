@@ -71,7 +71,7 @@ def evaluate_by_suite(
 
 
 def find_target(config: RunConfig | None, adapter: str | None) -> tuple[Target, Located | None]:
-    """Return what is to be served: the adapter (or "base") over the configuration's model, or over the one that it was
+    """Return the policy to serve: the adapter (or "base") over the configuration's model, or over the one that it was
     trained on. Raises ConfigError where neither is named, and as `find_policy`."""
     options: list[str] = []
     if config is not None:

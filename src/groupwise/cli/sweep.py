@@ -60,7 +60,7 @@ def run_several(configs: Mapping[str, RunConfig], *, as_json: bool) -> None:
 
 
 def announced(groups: Sequence[Heat]) -> list[str]:
-    """Return what is trained beside what, and why the rest is not, in lines."""
+    """Return lines that say which runs train together, and why the other runs do not."""
     count = sum(len(heat.runs) for heat in groups)
     if len(groups) == 1:
         (heat,) = groups
@@ -75,7 +75,7 @@ def announced(groups: Sequence[Heat]) -> list[str]:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """Return how the command ends; what failed, and is no message to a user, is shown on stderr."""
+    """Return the command's exit code; show failures that are not messages to the user on stderr."""
     for outcome in outcomes:
         if outcome.error is not None and not isinstance(outcome.error, GroupwiseError):
             traceback.print_exception(outcome.error)

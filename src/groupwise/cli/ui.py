@@ -4,7 +4,7 @@
     groupwise ui runs/lr-*                        # several, to compare; seeds of one configuration are drawn as a
     band
 
-No model is loaded and nothing is written; a run that goes on is followed as it writes.
+No model is loaded and nothing is written; a run in progress is followed as it writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 from groupwise.cli.frame import ApiKey, Debug, examples
 from groupwise.cli.output import say
 
-PORT = 8421  # beside `groupwise serve`, which is on 8420
+PORT = 8421  # the next after `groupwise serve`'s, 8420
 
 
 def add_ui(app: typer.Typer) -> None:

@@ -71,7 +71,7 @@ def unmarked(text: str) -> list[int]:
 
 
 def _marked(text: str) -> Iterator[tuple[int, int, str, str]]:
-    """First line, last line, kind (only, seen) and meaning of what marks declare."""
+    """Yield the first line, last line, kind (only, seen) and meaning of each marked part."""
     comments = _comments(text)
     for block in _blocks(ast.parse(text)):
         for at, statement in enumerate(block):

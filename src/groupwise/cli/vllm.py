@@ -1,6 +1,6 @@
 """`groupwise vllm-serve`: vLLM for a run, in a process tree of its own.
 
-    groupwise vllm-serve my.yaml                                    # on one GPU, or here in a terminal of its own
+    groupwise vllm-serve my.yaml                                    # on one GPU, or here in its own terminal
     groupwise run my.yaml engine=vllm vllm.urls=[http://localhost:8000]
 
 The server is what the run's own would be (docs/vllm.md): the model, the type and the adapters' rank are the file's.

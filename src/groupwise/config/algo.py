@@ -16,7 +16,7 @@ ReferenceKind = Literal["base", "start", "ema", "refresh"]
 
 
 def _published_advantage(given: Mapping[str, Any]) -> Literal["group_std", "mean"]:
-    """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has scales of its own."""
+    """Dr. GRPO is a loss and a mean without a deviation (arXiv 2503.20783); GDPO has its own scales."""
     mean = given.get("policy_loss") == "dr_grpo" and given.get("aggregation") != "normalize_then_sum"
     return "mean" if mean else "group_std"
 
@@ -57,7 +57,7 @@ class LossConfig(Section):
     kl: Text | None = None
     """The estimator of the divergence from the reference: k1, k2, k3, k3_unbiased."""
     kl_coeff: float | None = None
-    """Its weight."""
+    """The weight of the KL."""
     reduction: Text | None = None
     """How token losses become one number: token_mean, sequence_mean, prompt_mean, constant, sequence_sum, sum."""
     reduction_length: float | None = None
@@ -81,7 +81,7 @@ class AdvantageConfig(Section):
     advantage_eps: float = Field(default=1e-4, gt=0, le=1)
     """Added to the standard deviation that `group_std` and `batch_std` divide by."""
     advantage_ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    """What is taken off n in that deviation's denominator: 1, the sample's deviation; 0, the population's."""
+    """The number subtracted from n in that deviation's denominator: 1, the sample's deviation; 0, the population's."""
 
     @model_validator(mode="after")
     def _acts(self) -> AdvantageConfig:
@@ -109,14 +109,14 @@ class CreditConfig(AdvantageConfig):
     turn_discount: float | None = Field(default=None, gt=0, le=1)
     """gamma, by which a later turn's reward counts less in a turn's return; null is 1, and with gigpo 0.95."""
     turn_baseline: Literal["index", "group"] = "index"
-    """With credit turn, what a turn's return is compared with: the returns of the group's turns of the same number, or
-    of all its turns."""
+    """With credit turn, the returns with which a turn's return is compared: those of the group's turns of the same
+    number, or of all its turns."""
     step_advantage_weight: float = Field(default=1.0, gt=0)
-    """With credit gigpo, the weight of the advantage among turns in the same state, beside the episode's."""
+    """With credit gigpo, the weight of the advantage among turns in the same state, relative to the episode's."""
 
     @property
     def gamma(self) -> float:
-        """`turn_discount`, or its default."""
+        """Return `turn_discount`, or its default."""
         default = 0.95 if self.credit == "gigpo" else 1.0
         return default if self.turn_discount is None else self.turn_discount
 
@@ -142,11 +142,11 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
     algorithm: Text | None = None
     """An algorithm of yours or of a package, in the place of `advantage`: its name, or module:Class."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the divergence acts: a term of the loss, or taken off the reward before advantages."""
+    """Where the divergence acts: as a term of the loss, or subtracted from the reward before advantages."""
     kl_target: float | None = Field(default=None, gt=0)
     """Nats per token that the weight is adapted to (arXiv 1909.08593); null keeps it."""
     kl_horizon: float = Field(default=10.0, ge=1)
-    """How slowly it adapts: the weight changes by at most 0.2 / kl_horizon of itself in a step."""
+    """How slowly the weight adapts: it changes by at most 0.2 / kl_horizon of itself in a step."""
     reference: ReferenceKind = "base"
     """The policy that the divergence is taken from: the base model, the adapter that the run starts from, an average
     of the policy, or the policy as it was every so many steps."""
@@ -158,8 +158,8 @@ class RunAlgoConfig(CreditConfig, AlgoConfig):
     """Leave completions that were cut at their longest out of the loss, of an episode all turns: if one was cut, or
     there was no room for another. Their rewards count in the group as before, unless `truncated_votes` is false."""
     truncated_votes: bool = True
-    """With mask_truncated, whether a completion that was cut counts in its group's mean and deviation, as in TRL. false
-    compares the others among themselves: where answers that were cut are all wrong, they would lift every other one."""
+    """With mask_truncated, whether a completion that was cut counts in its group's mean and deviation, as in TRL. With
+    false only the others are compared; otherwise cut completions that are all wrong would raise every other one."""
 
     @model_validator(mode="after")
     def _acts_in_a_run(self) -> RunAlgoConfig:

@@ -12,7 +12,7 @@ Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z]\w{0,63}$")]
 
 
 class ChatConfig(Section):
-    """The chat template, and what it is told besides the messages. It holds wherever the model's chats are rendered:
+    """Configures the chat template and its variables. The section applies wherever the model's chats are rendered:
     in training, evaluation, environments, `groupwise check`, `chat` and `serve`."""
 
     template: Text | None = None

@@ -54,10 +54,10 @@ class RowsConfig(Section):
     """With source reasoning-gym: its generators by name, each with its parameters, and with `weight`, its share of the
     problems relative to the others' (1)."""
     size: int | None = Field(default=None, ge=1, le=10_000_000)
-    """With source reasoning-gym: how many problems are generated; null is 1000."""
+    """With source reasoning-gym, the number of generated problems; null is 1000."""
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
-    """With source reasoning-gym: which problems; null is 0 for training and 1 for evaluation, so that they differ.
-    With `sample`: which rows; null is 0."""
+    """With source reasoning-gym, the seed of the problems; null is 0 for training and 1 for evaluation, so that they
+    differ. With `sample`, the seed of the drawn rows; null is 0."""
     columns: dict[Text, Text] = Field(default_factory=dict)
     """New names for columns, before anything else reads them: `{prompt: question, answer: label}`. A name that the rows
     have already is refused, unless that column gets a new name too."""
@@ -67,18 +67,18 @@ class RowsConfig(Section):
     prompt_key: Text | None = None
     """The column with the prompt: a string, or a list of chat messages; null is `messages` or `prompt`."""
     answer_key: Text | None = None
-    """With `kind: sft`, the column with the answer that is learned: text, or the assistant's messages; null is
-    `completion`, `answer`, `response` or `output`, or what the assistant says in a conversation."""
+    """With `kind: sft`, the column with the answer to learn: text, or the assistant's messages; null is `completion`,
+    `answer`, `response` or `output`, or the assistant's messages in a conversation."""
     raw: bool = False
     """A prompt that is a string is a user's message, in the model's chat template where it has one; true samples from
     the text as it is, and gives rewards strings."""
     system: Text | None = None
     """A system message to put before every chat prompt."""
     completion_only: bool = True
-    """Of a prompt that ends with the assistant's words, which the policy continues: rewards see what was sampled alone;
-    false puts those words in front of it, as TRL does. They are not trained on either way."""
+    """For a prompt that ends with the assistant's words, which the policy continues: true gives rewards only the
+    sampled text; false puts those words in front of it, as TRL does. They are never trained on."""
     images: ImagesConfig = ImagesConfig()
-    """Which addresses images of rows are fetched from (docs/images.md)."""
+    """The addresses from which images of rows may be fetched (docs/images.md)."""
     sample: Annotated[int | float, AfterValidator(_count_or_share)] | None = None
     """Use so many rows, or a share of them (below 1), drawn at random by `seed` from those that `filter` kept; null is
     all."""
@@ -87,13 +87,13 @@ class RowsConfig(Section):
 
     @property
     def origin(self) -> str:
-        """The `source`, of a configuration that names one."""
+        """Return the `source` of a configuration that names one."""
         assert self.source is not None
         return self.source
 
     @property
     def label(self) -> str:
-        """Return what the source is called in what is said of it."""
+        """Return the source's name in messages."""
         return self.origin
 
     @property
@@ -107,7 +107,7 @@ class RowsConfig(Section):
 
     @property
     def slice(self) -> tuple[str | None, str | None] | None:
-        """Return what `split` cuts out, [from, to] as they are written; None where it is no slice of one split."""
+        """Return the slice in `split`, [from, to] as they are written; None if it is not a slice of one split."""
         found = None if self.split is None else SLICE.fullmatch(self.split)
         return None if found is None else (found["first"], found["last"])
 
@@ -171,13 +171,13 @@ class RowsConfig(Section):
 
 
 class SourceConfig(RowsConfig):
-    """One of several sources of prompts."""
+    """Configures one of several sources of prompts, and its share of the prompts that are drawn."""
 
     name: Text | None = None
-    """What rows of it have in the column `data_source`; null is the source itself, of a file its name."""
+    """The value of the column `data_source` in this source's rows; null is the source itself, for a file its name."""
     weight: float | None = Field(default=None, gt=0)
-    """Its share of what is drawn, relative to the others', however many rows it has. null in all of them: each row of
-    each is drawn once an epoch."""
+    """The source's share of the drawn prompts, relative to the others', for any number of rows. null in all sources:
+    each row of each is drawn once in an epoch."""
 
     @property
     def label(self) -> str:
@@ -195,8 +195,8 @@ class DatasetConfig(RowsConfig):
     """The source of prompts: one, or several."""
 
     sources: tuple[SourceConfig, ...] = Field(default=(), strict=False)
-    """Several sources in the place of `source`. What is said beside them of columns, filter, prompt, answer and chat
-    holds for each that does not say otherwise."""
+    """Several sources in place of `source`. Columns, filter, prompt, answer and chat that are set next to `sources`
+    hold for each source that does not set its own."""
     streaming: bool = False
     """Read rows while they are drawn, and hold none but `shuffle_buffer` of them, for sets that do not fit into memory;
     false reads and checks all of them first. Evaluation holds what it evaluates on: with it, set `limit`."""
@@ -213,13 +213,13 @@ class DatasetConfig(RowsConfig):
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """The sources' shares of what is drawn, in their order; None where each row is drawn once an epoch."""
+        """Return the sources' shares of the drawn prompts, in order; None if each row is drawn once in an epoch."""
         given = tuple(each.weight for each in self.sources if each.weight is not None)
         return given or None
 
     @property
     def label(self) -> str:
-        """The source, or the names of all of them."""
+        """Return the source, or the names of all sources."""
         return ", ".join(each.label for each in self.parts) if self.sources else self.origin
 
     @property
@@ -230,7 +230,7 @@ class DatasetConfig(RowsConfig):
     @model_validator(mode="before")
     @classmethod
     def _shared(cls, values: Any) -> Any:
-        """Hand what is said beside the sources on to them."""
+        """Give each source the shared keys that are set next to `sources`, unless the source sets its own."""
         if not isinstance(values, Mapping) or not isinstance(values.get("sources"), list | tuple):
             return values
         shared = {key: values[key] for key in SHARED if key in values}
@@ -306,11 +306,11 @@ class DifficultyConfig(Section):
     parameter: Text
     """The generator's parameter, such as `max_terms` of chain_sum."""
     levels: Annotated[tuple[Any, ...], Field(strict=False, min_length=2)]
-    """Its values from easy to hard; a run begins with the first."""
+    """The parameter's values from easy to hard; a run begins with the first."""
     band: Annotated[tuple[float, float], Field(strict=False)] = (0.2, 0.8)
     """[low, high]: the mean reward (0 to 1) at which the level stays."""
     groups: int = Field(default=32, ge=1)
-    """Groups of the present level whose mean decides; they are counted anew after each decision."""
+    """The number of groups of the present level whose mean decides; the count restarts after each decision."""
 
     @model_validator(mode="after")
     def _is_a_band(self) -> DifficultyConfig:
@@ -326,13 +326,13 @@ class DataConfig(DatasetConfig):
     """Draw in a new order every epoch, fixed by the run's `seed`; false keeps the order of the rows. A stream is
     shuffled within its buffer."""
     shuffle_buffer: int | None = Field(default=None, ge=2)
-    """With streaming: rows from which the next is drawn at random; null is 10,000."""
+    """With streaming, the number of rows from which the next is drawn at random; null is 10,000."""
     curriculum: CurriculumConfig | None = None
     """null draws every prompt as often as the others; of sources with weights, as the weights say."""
     difficulty: dict[str, DifficultyConfig] = Field(default_factory=dict)
-    """With source reasoning-gym: by task, a parameter that rises and falls with the pass rate, as in
-    `chain_sum: {parameter: max_terms, levels: [2, 3, 4]}`; `band` ([0.2, 0.8]) is the mean reward at which it stays,
-    `groups` (32) how many groups decide."""
+    """With source reasoning-gym, for each task a parameter that rises and falls with the pass rate, as in `chain_sum:
+    {parameter: max_terms, levels: [2, 3, 4]}`. The level stays while the mean reward is within `band` ([0.2, 0.8]);
+    `groups` (32) is the number of groups that decide."""
 
     @property
     def drawn(self) -> bool:

@@ -26,16 +26,17 @@ class VllmConfig(Section):
     where there are no `urls`."""
 
     mode: Literal["server", "colocate"] = "server"
-    """`server`: vLLM in processes of its own, asked over HTTP. `colocate`: in this process, on the trainer's device."""
+    """`server`: vLLM in its own processes, asked over HTTP. `colocate`: in this process, on the trainer's device."""
     urls: Texts = ()
     """Servers to sample from, with or without /v1; none starts one, which ends with the run."""
     servers: int | None = Field(default=None, ge=1, le=4096)
-    """How many are started, each on `tensor_parallel_size` GPUs of one machine; null is as many as the GPUs hold that
-    no learner uses, or one where there are none."""
+    """The number of servers to start, each on `tensor_parallel_size` GPUs of one machine; null is as many as fit on the
+    GPUs that no learner uses, or one if there are none."""
     python: Text | None = None
     """The interpreter of vLLM's environment, as in .venv-vllm/bin/python; null is the one that runs this."""
     host: Text = "127.0.0.1"
-    """Where a server that is started listens. It has no keys: leave it on this machine, or on a network of your own."""
+    """The address on which a started server listens. It has no keys: keep it on this machine, or in a network of your
+    own."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """... and its port, of several servers that of the first, and so on; null is a free one, or 8000 for `groupwise
     vllm-serve`."""
@@ -58,8 +59,8 @@ class VllmConfig(Section):
     """How vLLM gets a version: `adapter`, as LoRA that it applies itself; `merged`, a checkpoint of the base with the
     adapter merged into it, for models whose adapters vLLM cannot serve."""
     transfer: Literal["auto", "file"] = "auto"
-    """How whole models get to servers: `auto`, from the learner's memory where a server was started to take them so,
-    over NCCL, or in place where both are on one GPU; `file`, as checkpoints that they read."""
+    """How whole models get to servers: `auto`, from the learner's memory if the server was started for that, over NCCL,
+    or in place if both are on one GPU; `file`, as checkpoints that the servers read."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the trainer's."""
     quantization: Literal["fp8"] | None = None
@@ -81,8 +82,8 @@ class VllmConfig(Section):
     sampled. Servers that sleep are on the learners' own GPUs. Where sampling runs ahead of training there may be no
     such time."""
     adapter_dir: Text | None = None
-    """Where versions are laid for vLLM to read; a server on another machine must see it under the same path. null is a
-    temporary directory."""
+    """The directory through which vLLM reads versions; a server on another machine must see it under the same path.
+    null is a temporary directory."""
     tolerance: float | None = Field(default=None, gt=0)
     """Nats by which vLLM's log-probabilities may be off in the mean when a server or a version is checked; null is 1e-4
     in float32, and in 16 bits 0.1 or, with a warning, up to 0.5 where they are off by as much all along."""
@@ -114,7 +115,7 @@ class VllmConfig(Section):
 
     @property
     def starts_servers(self) -> bool:
-        """Return whether servers are started: vLLM is in processes of its own, and none that run are named."""
+        """Return whether servers are started: vLLM is in its own processes, and none that run are named."""
         return self.mode == "server" and not self.urls
 
     def check_turns(self, *, meanwhile: bool) -> None:

@@ -23,16 +23,17 @@ class EvalConfig(Section):
     limit: int | None = Field(default=None, ge=1)
     """Evaluate on the first of the environment's own `eval_cases` only; null is all. With `data` it is `data.limit`."""
     rewards: Rewards = ()
-    """What evaluations count by, written as the run's `rewards`; empty is those. What is trained by then is recorded
-    beside it, as eval/<mode>/training_reward: where that rises and this falls, the reward is gamed."""
+    """The rewards of evaluations, written as the run's `rewards`; empty is the run's. With others, the training
+    reward is recorded as well, as eval/<mode>/training_reward: if that rises while these fall, the policy exploits
+    the reward."""
     every: int = Field(default=25, ge=0)
     """Steps between evaluations; 0 is only before and after."""
     modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = ("greedy", "sampled")
     """`greedy` decodes at temperature 0, `sampled` as in training but for the three keys that follow."""
     temperature: Temperature | None = None
-    """Of mode sampled; null is `rollout.temperature`."""
+    """The temperature of mode sampled; null is `rollout.temperature`."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Of mode sampled; null is `rollout.top_p`."""
+    """The top_p of mode sampled; null is `rollout.top_p`."""
     max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
     """Longest completion in both modes, in tokens; null is `rollout.max_tokens`."""
     by: Text | None = None
@@ -43,8 +44,8 @@ class EvalConfig(Section):
     success: float = 1.0
     """The reward from which a completion counts as solved, for pass@k and maj@k."""
     answer: Text | None = None
-    """What of a completion votes in maj@k: `final` (which null is), `number`, or `module:function`, a function of your
-    own of the completion's text (docs/evaluation.md)."""
+    """The part of a completion that votes in maj@k: `final` (the default for null), `number`, or `module:function`,
+    your own function of the completion's text (docs/evaluation.md)."""
     best: Mode | Literal["loss"] | None = None
     """Keep and report the version with the best mean reward in this mode, or with kind sft and dpo and `loss` the one
     of the least loss on held-out rows; null is the last version."""

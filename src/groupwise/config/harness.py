@@ -43,12 +43,12 @@ class HarnessScoreConfig(Section):
 
 
 class HarnessConfig(Section):
-    """A program that plays an episode as a process of its own, and asks the policy over HTTP."""
+    """A program that plays an episode as a separate process, and asks the policy over HTTP."""
 
     command: Command
     """Program and arguments; `{column}` stands for what the row has there (docs/environments.md)."""
     stdin: str | None = None
-    """What it reads, in which `{column}` stands for the same; null is the end at once."""
+    """The program's standard input, in which `{column}` stands for the row's column; null is an empty one."""
     template: Text | None = None
     """A directory (relative to the config's folder) that is copied into each workspace; `{column}` names one a row."""
     files: dict[Path, str] = Field(default_factory=dict)
@@ -56,22 +56,22 @@ class HarnessConfig(Section):
     files_column: Text | None = None
     """A column whose objects of paths and texts are written into the workspace, as they are."""
     env: dict[Text, str] = Field(default_factory=dict)
-    """Environment variables besides those that every program gets; `{column}` in their values."""
+    """Environment variables in addition to those that every program gets; `{column}` in their values."""
     inherit: Texts = ()
     """Variables of this process that are passed on. No others are: keys and tokens stay here."""
     isolated: bool = False
     """Run it in the sandbox: no network but the policy's endpoint, no files but its workspace and programs."""
     show: Texts = ()
-    """With `isolated`: directories that it sees besides, read-only, such as where it is installed."""
+    """With `isolated`, further directories that the program sees, read-only, such as its installation."""
     memory_mb: int | None = Field(default=None, ge=16)
     """MiB of address space that each of its processes may have, and with `isolated`, in a control group, all of them
     together; null: with `isolated` 4096 MiB of what it may write, otherwise no limit."""
     disk_mb: int = Field(default=1024, ge=1)
     """MiB of the largest file that it may write."""
     output_characters: int = Field(default=4000, ge=1, le=1_000_000)
-    """How much is kept of the end of its stdout, and of its stderr."""
+    """The number of characters kept of the end of stdout, and of stderr."""
     score: HarnessScoreConfig | None = None
-    """What a workspace is worth; null leaves that to `rewards`, which see it."""
+    """The score of a workspace; null leaves scoring to `rewards`, which see the workspace."""
     on_failure: Literal["zero", "score", "error"] = "zero"
     """A program that ends by another status than 0, a signal or the time limit: worth 0, scored all the same, or failed
     (`env.on_error`)."""

@@ -50,7 +50,7 @@ def named(function: Callable[..., Any], *, what: str) -> Named:
 
 
 def named_or_held(function: Callable[..., Any], *, what: str) -> Named:
-    """`named`, and for a function that cannot be found by its name the one under which it is held here."""
+    """Return `named`, or, for a function that cannot be found by its name, the name under which it is held here."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
     if getattr(sys.modules.get(str(module)), name, None) is function:
         return named(function, what=what)

@@ -32,8 +32,8 @@ _NAMES = (
 
 
 def model_path(name: str) -> str:
-    """Return what transformers loads for a model's name: the directory of one in the package, a directory (`~` is the
-    home), or a name on the hub."""
+    """Return the path or name that transformers loads for a model's name: the directory of one in the package, a
+    directory (`~` is the home), or a name on the hub."""
     if name in PACKAGED:
         return str(PACKAGED[name])
     return str(Path(name).expanduser()) if name.startswith("~") else name
@@ -138,7 +138,7 @@ def _answers(endpoint: str) -> bool:
 
 
 def _enter(step: int) -> None:
-    """Into the offline mode of the libraries with the first reader, out of it with the last."""
+    """Turn the libraries' offline mode on with the first reader, and off with the last."""
     global _within
     from huggingface_hub import constants
 

@@ -49,7 +49,8 @@ class AllowedHost:
 
     @property
     def is_spelt_out(self) -> bool:
-        """True if the machine itself is named, as an address or localhost: then it need not be a public one."""
+        """Return whether the entry names a machine itself, as an address or localhost: then the address need not be
+        public."""
         return self.name == "localhost" or address_of(self.name) is not None
 
     def admits(self, scheme: str, name: str, port: int) -> bool:
@@ -81,7 +82,7 @@ class ImageAddress:
 
     @property
     def host(self) -> str:
-        """The host as HTTP's Host has it."""
+        """Return the host in the form of HTTP's Host."""
         name = f"[{self.name}]" if ":" in self.name else self.name
         return name if self.port == PORTS[self.scheme] else f"{name}:{self.port}"
 
@@ -96,7 +97,7 @@ def is_address(value: Any) -> TypeGuard[str]:
 
 
 def allowed(url: str, hosts: Sequence[AllowedHost]) -> ImageAddress:
-    """Return the parts of a URL that one of these admits. Raises ValueError: it is no such URL, or none admits it."""
+    """Return the parts of a URL that an entry admits. Raises ValueError if it is not a URL, or no entry admits it."""
     found = _URL.fullmatch(url) if len(url) <= LONGEST_URL else None
     name = None if found is None else _name(found["host"])
     if found is None or name is None:
@@ -157,5 +158,5 @@ class ImagesConfig(Section):
 
     @property
     def hosts(self) -> tuple[AllowedHost, ...]:
-        """`allowed_hosts`, each parsed."""
+        """Return the parsed `allowed_hosts`."""
         return tuple(map(AllowedHost.of, self.allowed_hosts))

@@ -96,15 +96,15 @@ class JobAdapterOptions(Section):
     output_name: AdapterName | None = None
     """The adapter to make the next version of; null: the server makes a name up."""
     base_adapter: Annotated[str | None, BeforeValidator(_adapter)] = None
-    """What to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the newest
-    version of `output_name` where there is one, else a fresh adapter."""
+    """The adapter to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the
+    newest version of `output_name` if there is one, else a fresh adapter."""
     auto_load: bool = True
     """Make the new version the active one."""
     weight: int = Field(default=1, ge=1, le=100)
-    """How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
-    many as one of weight 1 of the same tenant."""
+    """The adapter's share of the training if several adapters want more than there is: this many times as many tokens
+    as an adapter of weight 1 of the same tenant."""
     deadline: Annotated[float | str | None, BeforeValidator(_deadline)] = None
-    """When the job is to have ended: seconds from when it is posted, or a time with its offset, as in
+    """The time by which the job should end: seconds from its submission, or a time with its offset, as in
     `2030-01-31T18:00:00Z`. Until then it goes before others of the same tenant, by no more than it would get back."""
 
 
@@ -122,7 +122,7 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
     `vision` and `projector` (of a model that sees), or a list of these and of names of modules; null is those of the
     adapter that is continued, all-linear for a fresh one."""
     checkpoint_interval: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints, from which the job goes on if its worker dies; null is 10."""
+    """Steps between checkpoints, from which the job continues if its worker dies; null is 10."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after warm-up: constant, or falling to 0, which it would reach just after the last step."""
     warmup_steps: Steps = 0
@@ -131,8 +131,8 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
     """Fixes initialisation, dropout and the order of minibatches."""
 
     def parent(self, store: AdapterStore, *, name: str | None) -> PolicyVersion:
-        """Return what a job of this output name would continue now; a name alone means its newest healthy version.
-        Raises AdapterNotFoundError."""
+        """Return the version that a job of this output name would continue now; a name alone means its newest healthy
+        version. Raises AdapterNotFoundError."""
         wanted = self.base_adapter or name
         if wanted in (None, BASE):
             return PolicyVersion.base()
@@ -154,7 +154,8 @@ class JobConfig(NullIsAbsent, OptimizerConfig, JobAdapterOptions):  # the target
         return {name: value for name, value in found.items() if getattr(self, name) is None}
 
     def differences(self, saved: Mapping[str, Any]) -> list[tuple[str, object, object]]:
-        """(field, given, the adapter's own) where the request wants another adapter than the one it continues."""
+        """Return (field, given, the adapter's own) for each field in which the request differs from the continued
+        adapter."""
         own = {"lora_rank": saved["r"], "lora_alpha": saved["lora_alpha"]}
         given = {field: getattr(self, field) for field in own}
         return [(field, given[field], own[field]) for field in own if given[field] not in (None, own[field])]
@@ -170,10 +171,10 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     """The estimator of the divergence from the base model: k1, k2, k3, k3_unbiased; null is k3 where `kl_coeff` is
     above 0."""
     kl_coeff: float | None = Field(default_factory=_default_kl_coeff, ge=0)
-    """Its weight; 0 is off. The default is 0.1, and null (off) with another `policy_loss` than grpo."""
+    """The weight of the KL; 0 is off. The default is 0.1, and null (off) with another `policy_loss` than grpo."""
     clip_epsilon: float | None = Field(default_factory=_default_clip_epsilon, ge=0)
-    """How far the ratio may go from 1: `clip_low` and `clip_high`, where these are not given. The default is 0.2, and
-    null (the preset's own) with another `policy_loss` than grpo."""
+    """How far the ratio may go from 1: `clip_low` and `clip_high`, unless these are given. The default is 0.2, and null
+    (the preset's own) with another `policy_loss` than grpo."""
     reduction_length: float | None = None
     """Tokens that `constant` (dr_grpo) divides by, whatever the job's completions have; null is 256, as in a run that
     does not set `rollout.max_tokens`."""
@@ -187,8 +188,9 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
     teacher_coefficient: float = Field(default=1.0, gt=0, le=1e6)
     """Weight of `teacher_logprobs` of completions (docs/distillation.md)."""
     router_replay: bool | None = None
-    """In a mixture of experts, train each token with the experts that it was sampled with (docs/mixtures.md): null,
-    where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never."""
+    """In a mixture of experts, whether each token is trained with the experts with which it was sampled
+    (docs/mixtures.md). null: if they are recorded, which the local engine does; true: always, or the job is refused;
+    false: never."""
 
     def loss_overrides(self) -> dict[str, Any]:
         """Return the loss options, with `clip_epsilon` as the two it stands for and `kl_coeff` with its estimator."""
@@ -215,7 +217,7 @@ class GrpoJobConfig(AlgoConfig, JobConfig):
         return super().effective(saved) | kl
 
     def steps(self, *, completions: int) -> int:
-        """Optimizer steps of a job that trains on this many completions."""
+        """Return the optimizer steps of a job that trains on this many completions."""
         return self.iterations * min(self.minibatches, completions)
 
     @model_validator(mode="after")
@@ -248,7 +250,7 @@ class SftJobConfig(JobConfig):
     """Examples in one optimizer step."""
 
     def steps(self, *, examples: int) -> int:
-        """Optimizer steps of a job with this many examples."""
+        """Return the optimizer steps of a job with this many examples."""
         return self.epochs * math.ceil(examples / self.batch_size)
 
 
@@ -313,7 +315,7 @@ def job_field(key: str, kind: str) -> str | None:
 
 
 def job_name(key: str) -> str:
-    """Return what a request calls a run's key, for texts.
+    """Return a request's name of a run's key, for texts.
 
     >>> job_name("train.learning_rate"), job_name("rollout.max_tokens")
     ('config.learning_rate', 'max_tokens')

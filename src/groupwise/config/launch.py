@@ -30,7 +30,7 @@ class LauncherConfig(Section):
     partition: Text | None = None
     """Slurm's partition; null is its default."""
     account: Text | None = None
-    """Who pays."""
+    """The account that pays for the job."""
     time: Annotated[Text, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None
     """The longest that the job may take, as Slurm writes it: `12:00:00`."""
     options: Texts = ()
@@ -51,7 +51,7 @@ class LauncherConfig(Section):
     env_cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for each of them."""
     restarts: int = Field(default=3, ge=0)
-    """How often learners that died are started again, and an engine or a worker that has answered nothing."""
+    """How often learners that died are started again, and an engine or a worker that has not answered once."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds for the cluster to have room, and for an engine to load the model or a version."""
 

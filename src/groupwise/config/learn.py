@@ -32,8 +32,9 @@ class LearnConfig(Section):
     after: int = Field(default=32, ge=2)
     """Ratings that have something to learn, from which a job is made: in their groups not all scores are the same."""
     rewards: Rewards = ()
-    """What scores the further completions of a rated answer's prompt, from 0 to 1 as ratings are; a judge is one of
-    them (docs/rewards.md). Without any, only prompts with several rated answers, and corrections, are trained on."""
+    """The rewards of the further completions of a rated answer's prompt, from 0 to 1 as ratings are; a judge is one
+    of them (docs/rewards.md). Without rewards, only prompts with several rated answers, and corrections, are trained
+    on."""
     group_size: int = Field(default=8, ge=2, le=128)
     """Completions in a group that is not of rated answers alone."""
     max_tokens: int = Field(default=512, ge=1)
@@ -41,20 +42,22 @@ class LearnConfig(Section):
     max_groups: int = Field(default=256, ge=1)
     """Prompts in one job, the newest feedback first."""
     max_behind: int | None = Field(default=8, ge=0)
-    """How many versions may have gone live after the one that answered. Ratings of older answers are dropped: they say
-    little of the policy that would be trained. null trains on all, however old."""
+    """The number of versions that may have gone live after the one that answered. Ratings of older answers are dropped,
+    because they say little about the policy to be trained. null trains on all ratings."""
     max_share: float | None = Field(default=None, gt=0, lt=1)
-    """How much of a job may be of one rater (`user`; those without one are one), or about one phrase beyond its share
-    of all requests, so that who rates much does not decide alone. What is more waits. null does not limit it."""
+    """The largest share of a job that one rater (`user`; those without one count as one rater) may have, or a phrase
+    beyond its share of all requests, so that one rater cannot decide alone. Further ratings wait. null sets no
+    limit."""
     proven: int | None = Field(default=None, ge=1)
-    """With how many known prompts (`raters`) one must have agreed to be a rater of one's own to `max_share`. All others
-    together are one, so that names which are new each time have no more of a job than one. null takes each for one."""
+    """The number of known prompts (`raters`) with which a rater must have agreed to count as a separate rater for
+    `max_share`. All others count as one rater, so that ever new names get no larger part of a job than one. null counts
+    each name as a rater."""
     max_jobs_per_hour: int = Field(default=4, ge=1, le=240)
     """Jobs that are made within an hour."""
     base: Literal["active", "newest"] = "active"
-    """What a job continues: the active version, or the newest of `adapter`."""
+    """The version that a job continues: the active one, or the newest of `adapter`."""
     scoring: ScoringConfig = ScoringConfig()
-    """Where and how long the rewards run."""
+    """The processes and time limits of the rewards."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Options of the jobs, as `config` of /v1/train/grpo."""
 
@@ -82,18 +85,20 @@ def _fraction(value: Any) -> Any:
 
 
 class ShadowConfig(Bounds):
-    """A trial that nobody sees, before the canary or instead of it: a version that passed its gate answers some of the
-    requests once more after the active one has, and both answers are compared."""
+    """Configures a shadow trial, before the canary or instead of it: a version that passed its gate answers some of the
+    requests again after the active version has, and both answers are compared. Clients get only the active version's
+    answers."""
 
     share: Annotated[float, BeforeValidator(_fraction)] = Field(default=0.1, gt=0, le=1)
     """The share of the requests for one completion that the active version answers; 0.1 or 10% is a tenth."""
     requests: int = Field(default=50, ge=2, le=10_000)
     """Pairs of answers on which it is decided."""
     margin: float = Field(default=0.2, ge=0)
-    """How much lower its mean reward may be: wider than the gate's, as these answers have no seed in common."""
+    """How much lower the version's mean reward may be: wider than the gate's, as these answers have no seed in
+    common."""
     rewards: Rewards | None = None
-    """What scores them: functions that need no column but the completions, such as a judge. null is the gate's own; an
-    empty list scores nothing, and only failures, length and KL are compared."""
+    """The rewards of the answers: functions that need no column but the completions, such as a judge. null is the
+    gate's own; an empty list scores nothing, and only failures, length and KL are compared."""
     queue: int = Field(default=16, ge=1)
     """Requests that may wait to be answered once more; further ones are dropped."""
     max_errors: int = Field(default=5, ge=1)
@@ -101,7 +106,7 @@ class ShadowConfig(Bounds):
     minutes: float = Field(default=1440.0, gt=0)
     """After which it ends, though there are fewer pairs."""
     undecided: Literal["reject", "promote"] = "reject"
-    """What becomes of the version then; `promote` goes on to the canary, where there is one."""
+    """The decision about the version then; `promote` continues to the canary, if there is one."""
 
 
 class CanaryConfig(Section):
@@ -110,10 +115,11 @@ class CanaryConfig(Section):
     share: Annotated[float, BeforeValidator(_fraction)] = Field(default=0.1, gt=0, le=0.5)
     """The share of requests that name no adapter; 0.1 or 10% is a tenth."""
     margin: float = Field(default=0.2, gt=0, lt=1)
-    """How much lower its mean rating may be than that of the active version since the trial began."""
+    """How much lower the canary's mean rating may be than that of the active version since the trial began."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """How sure it must be, however often one looks: that its ratings are not lower by more than `margin` before it goes
-    live, that they are lower at all, or that more of its requests fail, before it is rolled back."""
+    """The confidence of each decision, for any number of looks: before the canary goes live, that its ratings are not
+    lower by more than `margin`; before it is rolled back, that they are lower at all, or that more of its requests
+    fail."""
     ratings: int | None = Field(default=None, ge=2)
     """Ratings of its answers after which the trial ends, if that is not known by then. null is as many as it takes
     until a version that is rated as the active one goes live in four of five cases; a canary says how many."""
@@ -125,7 +131,7 @@ class CanaryConfig(Section):
     minutes: float = Field(default=1440.0, gt=0)
     """After which the trial ends, though there are fewer ratings."""
     undecided: Literal["reject", "promote"] = "reject"
-    """What becomes of it where the trial ends and nothing is known."""
+    """The decision about the canary if the trial ends and nothing is known."""
 
 
 def _share(value: Any) -> Any:
@@ -140,14 +146,14 @@ class RatersConfig(Section):
     """Prompts, as `data` of a run (docs/recipe.md), with the columns that the rewards need. They must be asked as users
     ask, by your application for example, so that raters meet them."""
     rewards: Rewards
-    """What scores answers to them, from 0 to 1: 1/2 and more is a good answer."""
+    """The rewards of answers to the known prompts, from 0 to 1: 1/2 and more is a good answer."""
     honest: float = Field(default=0.7, gt=0.5, lt=1)
     """The share of such answers that an honest rater rates as the rewards do, at least."""
     confidence: float = Field(default=0.99, gt=0.5, lt=1)
-    """How sure it must be, however often one looks, that a rater agrees less often, before its ratings count nowhere:
-    with 0.99 it happens to one honest rater in a hundred at most."""
+    """The confidence, for any number of looks, with which a rater must agree less often before its ratings are ignored:
+    with 0.99 this happens to at most one honest rater in a hundred."""
     scoring: ScoringConfig = ScoringConfig()
-    """Where and how long the rewards run."""
+    """The processes and time limits of the rewards."""
 
     @model_validator(mode="after")
     def _has_rewards(self) -> RatersConfig:
@@ -166,24 +172,25 @@ class GateConfig(LastingBounds):
     """Further held-out prompts, which only versions look at that have passed on `prompts`: they are looked at less
     often, and last longer. `prompts` are then a sieve, at the full `confidence` each time, and these decide."""
     rewards: Rewards
-    """What scores them."""
+    """The rewards of the completions."""
     max_kl_rated: float | None = Field(default=None, gt=0)
-    """As `max_kl`, on prompts whose ratings the version was made of, where a change is largest, and where held-out
-    prompts do not look; `max_length_ratio` holds there, too. null measures it where `max_kl` is set, and allows all."""
+    """The same bound as `max_kl`, on the prompts with whose ratings the version was trained, where the change is
+    largest and which the held-out prompts do not cover; `max_length_ratio` holds there, too. null measures it if
+    `max_kl` is set, and allows any value."""
     samples: int = Field(default=1, ge=1, le=64)
     """Completions of each prompt, by the new version and by the active one."""
     temperature: float = Field(default=1.0, ge=0, le=10)
-    """Of these; 0 is greedy."""
+    """The temperature of the completions; 0 is greedy."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest of these."""
     shadow: Annotated[ShadowConfig | None, BeforeValidator(_share)] = None
-    """After the gate and before the canary, a trial that nobody sees, on a share of the requests, as 0.1 or "10%" or
-    with its options; null leaves it out."""
+    """A trial after the gate and before the canary whose answers clients do not get, on a share of the requests, as 0.1
+    or "10%" or with its options; null leaves it out."""
     canary: Annotated[CanaryConfig | None, BeforeValidator(_share)] = None
     """After the gate and the shadow, a trial on a share of the requests, as 0.1 or "10%" or with its options; null
     makes the version active at once."""
     scoring: ScoringConfig = ScoringConfig()
-    """Where and how long the rewards run."""
+    """The processes and time limits of the rewards."""
 
     @model_validator(mode="after")
     def _has_rewards(self) -> GateConfig:

@@ -2,9 +2,9 @@
 
 A file is `path/to/file.py:attribute`; a relative path begins at `folder`.
 
-`folder` (a config file's; of a file, the one that it is in) is first on the import path while the module is imported,
-and only then, so a module there wins over an installed one of the same name, for this call only. Import what stands
-beside it at the top of the module.
+`folder` (a config file's folder; for a file, the file's own) is first on the import path while the module is imported,
+and only then. So a module there wins over an installed one of the same name, for this call only. Import neighbouring
+modules at the top of the module.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def load_object(reference: str, *, folder: str | Path | None = None) -> Callable
 
 
 def with_folder(made: Callable[..., Any], args: Mapping[str, Any], folder: str | Path | None) -> dict[str, Any]:
-    """`args`, with `folder` where what is to be called has a parameter of that name: it loads something itself."""
+    """Return `args`, with `folder` if the function has a parameter of that name, because it loads files itself."""
     try:
         takes = "folder" in inspect.signature(made).parameters
     except ValueError:  # no signature to look at
@@ -146,7 +146,7 @@ def _import(name: str, reference: str, folder: str | Path | None) -> ModuleType:
 
 
 def _place(error: BaseException) -> str:
-    """File and line of the innermost frame that is not the import machinery's."""
+    """Return file and line of the innermost frame outside the import machinery."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     return f"{frames[-1].filename}:{frames[-1].lineno}"
 

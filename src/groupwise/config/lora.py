@@ -44,8 +44,8 @@ class LoraSpec(Section):
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     use_dora: bool = False
-    """Train a magnitude of each output beside its direction (DoRA, arXiv 2402.09353). Not with experts, a quantised
-    base, or vLLM but with vllm.push: merged."""
+    """Also train a magnitude of each output (DoRA, arXiv 2402.09353). Not with experts, a quantised base, or vLLM
+    except with vllm.push: merged."""
     targets: Targets = "all-linear"
     """`all-linear`: the projections of attention and of dense MLPs, shared experts included, not the LM head;
     `experts`: the routed experts of a mixture; of a model that sees, `vision`: the linear layers of the tower, and

@@ -422,14 +422,14 @@ def loss_of(
     """Return the loss that the configuration names.
 
     Args:
-        folder: where modules and files with loss functions are looked for first. None takes presets only.
-        max_tokens: what a constant reduction divides by unless told otherwise.
+        folder: the folder in which modules and files with loss functions are looked up first. None takes only presets.
+        max_tokens: the default divisor of a constant reduction.
         stale: samples may be of an older policy than the one that is trained. Then a sequence's ratio, whose anchor is
             the trainer's snapshot, comes with the correction tis_sequence unless told otherwise.
         dropout: the adapter is trained with dropout. Then the anchor is the trainer's own snapshot unless told
             otherwise, on the first step of a batch its own forward with the same masks: the ratio to what was sampled
             without dropout would be noise, and clipped as such.
-        section: what stands before an option's name in the path of its key, for errors.
+        section: the part of an option's key before its name, for errors.
 
     Raises FieldError as `resolve_loss` does.
     """

@@ -15,5 +15,5 @@ class PreferenceConfig(Section):
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """sigmoid: DPO's (arXiv 2305.18290). ipo: IPO's squared distance to a margin, by token (arXiv 2310.12036)."""
     beta: float = Field(default=0.1, gt=0)
-    """How strongly the reference holds; with ipo, its tau. The implicit reward of a completion is this times the
-    log-ratio to the reference (`algo.reference`: where the run starts, unless it is named)."""
+    """The strength of the pull to the reference; with ipo, its tau. The implicit reward of a completion is this times
+    the log-ratio to the reference (`algo.reference`: by default the policy from which the run starts)."""

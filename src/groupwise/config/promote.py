@@ -16,17 +16,17 @@ class Bounds(Section):
     """Bounds on how much worse than another version one may be on the same held-out prompts, and how sure that is."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """How sure it must be that the new version is not worse by more than `margin`. What is left, 5 %, is the chance
-    that any version that is worse by more passes, of all that are ever judged on the same prompts."""
+    """The confidence that the new version is not worse by more than `margin`. The rest, 5 %, is the chance that any
+    version that is worse by more passes, of all that are ever judged on the same prompts."""
     margin: float = Field(default=0.02, ge=0)
-    """How much lower its mean reward may be. Below 3 / prompts no version passes that is not clearly better."""
+    """How much lower the new version's mean reward may be. Below 3 / prompts only clearly better versions pass."""
     reward_range: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 1.0)
     """The lowest and the highest reward that there can be, of all rewards together. A version with a reward outside is
     refused: how rare a loss could be overlooked depends on how large it could be."""
     max_kl: float | None = Field(default=None, gt=0)
     """Divergence from the other version, in nats a token, on what the new one sampled; null does not measure it."""
     max_length_ratio: float | None = Field(default=2.0, gt=1)
-    """How many times longer, or shorter, its completions may be on average; null does not limit it."""
+    """How many times longer, or shorter, the new version's completions may be on average; null does not limit it."""
 
     @field_validator("reward_range")
     @classmethod
@@ -45,18 +45,19 @@ class LastingBounds(Bounds):
     """Bounds of versions that follow each other: what each may differ from the one before adds up over many."""
 
     max_kl_total: float | None = Field(default=None, gt=0)
-    """As `max_kl`, from the version that it all began with: what a run starts from; in a server the one that was active
-    when the gate first judged, or that somebody activated by hand since. null does not measure it."""
+    """The same bound as `max_kl`, from the first version: the one from which a run starts; in a server the one that was
+    active when the gate first judged, or that was since activated by hand. null does not measure it."""
     max_length_ratio_total: float | None = Field(default=4.0, gt=1)
-    """As `max_length_ratio`, of that version; null does not limit it."""
+    """The same bound as `max_length_ratio`, from that version; null does not limit it."""
 
 
 class PromoteConfig(LastingBounds):
     """Promotion of a run's versions: each one that is evaluated and passes becomes the active one."""
 
     against: Text = "base"
-    """What it must not be worse than: `base`; `active`, the version promoted before, at first what the run starts from;
-    or a version as `adapters.start` names it. The best one promoted so far is always compared with, too."""
+    """The version with which it is compared: `base`; `active`, the version promoted before, at first the one from which
+    the run starts; or a version as `adapters.start` names it. It is always compared with the best one promoted so far,
+    too."""
     mode: Literal["greedy", "sampled"] = "sampled"
     """The evaluation that decides."""
 

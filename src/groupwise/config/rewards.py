@@ -11,17 +11,17 @@ from groupwise.config.section import Name, Section, Text
 
 
 class RewardConfig(Section):
-    """One reward function. In YAML, a plain string is `{function: <string>}`."""
+    """Configures a reward function. In YAML, a plain string is `{function: <string>}`."""
 
     function: Text
-    """`module:function`, where the module may stand beside the config file; or `path/to/file.py:function`; or
+    """`module:function`, where the module may be in the config file's folder; or `path/to/file.py:function`; or
     `reasoning-gym`, the score of its tasks."""
     weight: float = 1.0
-    """Its factor in the sum; 0 records the reward without using it."""
+    """The reward's factor in the sum; 0 records the reward without using it."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed on every call."""
     name: Name | None = None
-    """Its name in metrics; null is the function's own."""
+    """The reward's name in metrics; null is the function's own."""
 
 
 class ScoringConfig(Section):

@@ -91,7 +91,7 @@ class TrainConfig(OptimizerConfig):
     decay_steps: int | None = Field(default=None, ge=1)
     """Steps of wsd's fall; null is a fifth of the run."""
     final_rate: float = Field(default=0.0, ge=0, lt=1)
-    """What the learning rate falls to, as a share of its peak."""
+    """The share of its peak to which the learning rate falls."""
     warmup_steps: Steps = Field(default_factory=lambda values: min(5, values.get("steps", 6) - 1))
     """Steps in which the learning rate rises from 0, which the first has; the default is 5, or fewer than `steps`."""
     minibatches: int = Field(default=1, ge=1)
@@ -114,21 +114,21 @@ class TrainConfig(OptimizerConfig):
     """Multiply in bfloat16 over weights, gradients and moments in float32 (autocast), which is how all parameters are
     trained on a GPU: bfloat16 alone has no digits for small steps. Needs `dtype: float32`, which then samples."""
     router_replay: bool | None = None
-    """In a mixture of experts, train each token with the experts that it was sampled with (R3, docs/mixtures.md): null,
-    where the engine records them; true, or refuse the run; false, never."""
+    """In a mixture of experts, train each token with the experts with which it was sampled (R3, docs/mixtures.md).
+    null: if the engine records them; true: always, or the run is refused; false: never."""
     devices: int | None = Field(default=None, ge=1, le=65536)
     """Processes that train together, each with a GPU where there are any (docs/scale.md); null is as many as were
     started, which is one without `groupwise launch`."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What each of several processes has: all weights and a share of the batch, or also a share of the weights only."""
+    """Whether each of several processes has all weights, or a share of them; each trains on a share of the batch."""
     cpu_offload: bool = False
     """With fsdp on GPUs: weights are in the CPU's memory and visit the GPU layer by layer."""
     shard_size: int | None = Field(default=None, ge=2, le=65536)
-    """With fsdp: so many processes, one after another, share one copy of the weights, and groups of them have the same
-    (HSDP). null: those of one machine where there are several, so that weights travel inside of it; else all."""
+    """With fsdp, the number of consecutive processes that share one copy of the weights, with the same copy in each
+    such group (HSDP). null: those of one machine if there are several, so that weights stay inside it; else all."""
     context_parallel_size: int = Field(default=1, ge=1, le=65536)
-    """So many processes, one after another, compute each sequence together: its tokens are dealt out to them, and in
-    attention its heads (Ulysses). For episodes of which one GPU does not hold the activations (docs/scale.md)."""
+    """The number of consecutive processes that compute each sequence together: they divide its tokens, and in attention
+    its heads (Ulysses). For episodes whose activations do not fit on one GPU (docs/scale.md)."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds that processes wait for one another before the run ends with an error that says for whom."""
 
@@ -160,8 +160,8 @@ NOT_OF_AGENTS = ("workers", "lockstep", "step_timeout_s", "stop_at_cut")  # they
 
 
 class EnvConfig(Section):
-    """Episodes of several turns: which environment or agent, and how long one may go on. An environment plays the other
-    side of an episode; an agent or a harness all of it, and asks the policy through an API."""
+    """Configures episodes of several turns: the environment or agent, and the limits of an episode. An environment
+    plays the other side of an episode; an agent or a harness all of it, and asks the policy through an API."""
 
     environment: Text | None = None
     """`module:Class`, perhaps of a module in the configuration's folder. Give this, `agent` or `harness`."""
@@ -235,7 +235,7 @@ class ReplayConfig(Section):
     size: int = Field(default=0, ge=0)
     """Groups kept; 0 is off."""
     share: float = Field(default=0.25, gt=0, le=1)
-    """At most this share of a batch."""
+    """The largest share of a batch that is replayed."""
     max_age: int = Field(default=16, ge=1)
     """Steps after which a group is too old."""
 
@@ -244,9 +244,9 @@ class RerollConfig(Section):
     """Prompts on which every completion failed, tried again later."""
 
     max_groups: int = Field(default=0, ge=0)
-    """At most so many a step; 0 is off."""
+    """The most groups that are tried again in a step; 0 is off."""
     start: float = Field(default=0.0, ge=0, lt=1)
-    """From this share of the run on."""
+    """The share of the run from which on prompts are tried again."""
     attempts: int = Field(default=2, ge=1)
     """How often a prompt is tried again."""
     reward: Name | None = None
@@ -278,7 +278,7 @@ class RolloutConfig(Section):
     """Keep what ended a completion in the text that rewards and environments read, as TRL does, which decodes all that
     was sampled. The tokens are trained either way."""
     structured_outputs: StructuredOutputsConfig | None = None
-    """What completions must be, as vLLM says it: only tokens are drawn that lead there, and training is of that
+    """The form of completions, in vLLM's terms: only tokens that can lead to it are sampled, and training uses that
     distribution. Thoughts are free, and tool calls have their own form (docs/recipe.md)."""
     structured_outputs_regex: Text | None = None
     """`structured_outputs.regex`, as TRL calls it."""
@@ -303,7 +303,7 @@ class RolloutConfig(Section):
     completions repeat their prompts or themselves. 0 guesses none."""
     compile: bool | None = None
     """Compile what the local engine computes in a step between attentions (torch.compile), on a GPU with CUDA graphs.
-    The first steps wait for the compiler. Where it cannot be done a warning says why, and sampling goes on without.
+    The first steps wait for the compiler. Where it cannot be done a warning says why, and sampling continues without.
     null: on a CUDA GPU, for models that can be compiled (docs/performance.md); on a CPU it brings nothing."""
     dtype: Literal["bfloat16", "int8"] | None = None
     """Sample with the base's linear layers rounded to this type, which a CPU multiplies with in less time
@@ -317,16 +317,15 @@ class RolloutConfig(Section):
     """Steps between syncs of the sampling policy. 1 is on-policy: sample, train, sync, repeat. N is a window: the
     prompts of N steps are sampled by one version and trained as they arrive. 0 never syncs (for ablations)."""
     max_staleness: int = Field(default=0, ge=0)
-    """Sampling goes on while training does; a group may train at most this many steps after the version that sampled
+    """Sampling continues during training; a group may train at most this many steps after the version that sampled
     it, and a step waits for groups that would be too old for the next. 0 waits for each sync."""
     in_flight_updates: bool = False
     """A new version takes over the completions that are being sampled, between two tokens, instead of only those that
     begin after it. Each token is recorded with the version and the probability that drew it. Needs `max_staleness`,
     which still counts from the version that a group began with: that of its oldest token."""
     in_flight_cache: Literal["keep", "recompute"] = "keep"
-    """What becomes then of the keys and values of the text so far: `keep` goes on from those of older versions,
-    `recompute` reads it again with the new one, which takes time and leaves sampler and trainer with one policy. vLLM
-    can only recompute."""
+    """The keys and values of the text so far: `keep` continues with those of older versions; `recompute` reads the text
+    again with the new one, which takes time but leaves sampler and trainer with one policy. vLLM can only recompute."""
     concurrency: int | None = Field(default=None, ge=1)
     """Groups sampled or scored at once; null is all that may be."""
     stream_groups: int = Field(default=0, ge=0)
@@ -368,7 +367,7 @@ class RolloutConfig(Section):
 
     @property
     def grammar(self) -> Grammar | None:
-        """Return what completions must be; None where they may be anything."""
+        """Return the grammar of completions; None if they are not constrained."""
         if self.structured_outputs_regex is not None:
             return Grammar.regex(self.structured_outputs_regex, field="rollout.structured_outputs_regex")
         asked = self.structured_outputs
@@ -403,7 +402,7 @@ class AdaptersConfig(Section):
     """The number of published adapter versions that are kept, and the one that training starts from."""
 
     keep: int = Field(default=3, ge=1)
-    """Newest versions kept on disk, besides the evaluated, the active and the final ones."""
+    """Newest versions kept on disk, in addition to the evaluated, the active and the final ones."""
     start: Text | None = None
     """The adapter that training starts from, as `--adapter` of `groupwise eval` names it: a run's, a directory, or
     `hf://OWNER/NAME`; null is a fresh one."""
@@ -417,7 +416,7 @@ class CheckpointConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Trackers that get the metrics besides `metrics.jsonl`, which is always written."""
+    """Configures trackers that get the metrics in addition to `metrics.jsonl`, which is always written."""
 
     trl_names: bool = True
     """Give these trackers the metrics under TRL's names too."""
@@ -445,8 +444,8 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Section):
-    """One training run, with each key as an attribute. Instances are immutable; `load_config` and `parse_config` make
-    them, and raise ConfigError for what is wrong."""
+    """Holds the configuration of a training run, with each key as an attribute. Instances are immutable; `load_config`
+    and `parse_config` make them, and raise ConfigError for a key or value that is wrong."""
 
     name: AdapterName = "run"
     """The run's name, and the adapter's: letters, digits, `.`, `_` and `-`; not "base"."""
@@ -474,22 +473,22 @@ class RunConfig(Section):
     run_dir: Text | None = None
     """... unless it is named here."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on with the run of this name and configuration that was not finished, if there is one. A finished run
-    goes on, too, where `train.steps` asks for more than it did; one that `run_dir` names and that did all of them only
-    says its result again."""
+    """`auto` continues the unfinished run of this name and configuration, if there is one. A finished run continues,
+    too, if `train.steps` asks for more steps than it made; one that `run_dir` names and that made all of them only
+    shows its result again."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
-    """Where `data.source` and the modules of functions are looked up first; the default is the config file's folder."""
+    """The folder where `data.source` and functions' modules are looked up first; by default the config file's."""
     stages: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
     """Runs that come first, each from the adapter of the one before: a `name`, and the keys in which it differs from
     this file (docs/tutorials/examples_to_rewards.md)."""
     chat: ChatConfig = ChatConfig()
-    """How conversations become tokens: the chat template, and what it is told."""
+    """How conversations become tokens: the chat template and its variables."""
     data: DataConfig | None = None
     """The prompts to train on; an environment with a method `cases` needs none."""
     eval: EvalConfig | None = None
     """null does not evaluate."""
     promote: PromoteConfig | None = None
-    """What a version must pass to become the run's active one; null makes the newest active (docs/evaluation.md)."""
+    """The tests that a version must pass to become active; null makes the newest active (docs/evaluation.md)."""
     rewards: Rewards = ()
     """The reward functions; a completion's reward is their weighted sum, plus what its environment gave."""
     scoring: ScoringConfig = ScoringConfig()
@@ -497,7 +496,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     """How completions are sampled."""
     engine: Engine = "local"
-    """What samples: `local`, in this process over the trainer's own weights, or `vllm`."""
+    """The engine that samples: `local`, in this process over the trainer's own weights, or `vllm`."""
     vllm: VllmConfig = VllmConfig()
     """How vLLM is reached or run."""
     env: EnvConfig | None = None
@@ -507,13 +506,13 @@ class RunConfig(Section):
     dpo: PreferenceConfig = PreferenceConfig()
     """How preference pairs are learned; with `kind: dpo` only."""
     teacher: TeacherConfig | None = None
-    """A teacher to learn from, besides rewards or instead of them; null has none (docs/distillation.md)."""
+    """A teacher to learn from, in addition to rewards or instead of them; null: none (docs/distillation.md)."""
     train: TrainConfig = TrainConfig()
     """The optimizer."""
     adapters: AdaptersConfig = AdaptersConfig()
     """The versions that training publishes."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What a run that was killed goes on from."""
+    """The checkpoints from which a killed run continues."""
     tracking: TrackingConfig = TrackingConfig()
     """Where metrics go."""
     launcher: Launcher = LauncherConfig()
@@ -522,7 +521,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _scored_by_its_source(cls, values: Any) -> Any:
-        """Tasks of reasoning-gym bring their reward, where no other is named."""
+        """Set the reward of reasoning-gym's tasks if no other is named."""
         data = values.get("data") if isinstance(values, dict) else None
         source = data.get("source") if isinstance(data, dict) else getattr(data, "source", None)
         if source == REASONING_GYM and not values.get("rewards") and values.get("env") is None:
@@ -600,7 +599,7 @@ class RunConfig(Section):
 
     @property
     def group_size(self) -> int:
-        """Completions of a prompt: `rollout.group_size`; of a dataset one answer, or the two of a pair."""
+        """Return the completions of a prompt: `rollout.group_size`; for a dataset one answer, or the two of a pair."""
         return {"grpo": self.rollout.group_size, "sft": 1, "dpo": 2}[self.kind]
 
     @property
@@ -640,9 +639,9 @@ class RunConfig(Section):
 
     @property
     def keeps_base(self) -> bool:
-        """Return whether rank 0 computes with the whole base beside its learner: its own engine samples; episodes,
-        whose tools and agents may ask for more than log-probabilities of what was sampled; grammars, which are checked
-        with whole distributions; or a teacher that is another version of the base."""
+        """Return whether rank 0 computes with the whole base in addition to its learner: for its own engine's samples;
+        for episodes, whose tools and agents may ask for more than log-probabilities of sampled tokens; for grammars,
+        which are checked with whole distributions; or for a teacher that is another version of the base."""
         if self.never_samples:
             return False
         rollout, teacher = self.rollout, self.teacher
@@ -680,7 +679,7 @@ class RunConfig(Section):
             raise conflict("rollout", "in_flight_cache", f"{message}; set it to recompute")
 
     def _check_sources(self) -> None:
-        """Without an environment there must be prompts and rewards."""
+        """Refuse a run without an environment that has no prompts or no rewards."""
         keys = [] if self.data is None else [each.answer_key for each in (self.data, *self.data.sources)]
         if self.kind != "sft" and (key := next(filter(None, keys), None)):
             raise conflict("data", "answer_key", f"{key!r} acts with kind sft only; leave it out")

@@ -55,7 +55,8 @@ class Section(BaseModel):
 
 
 class NullIsAbsent(BaseModel):
-    """Clients that write every field send null for those that nobody set: of an optional field it means its default."""
+    """Reads null in an optional field as the field's default: some clients send every field, with null if it is not
+    set."""
 
     @model_validator(mode="before")
     @classmethod

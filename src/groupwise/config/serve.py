@@ -61,7 +61,7 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class ServeConfig(Section):
-    """One server. Instances are immutable; `serve_config` makes them."""
+    """Holds the configuration of a server. Instances are immutable; `serve_config` makes them."""
 
     model: Text = "starter"
     """`starter` or `starter-vl`, which sees (both are in the package), a Hugging Face name, or a directory."""
@@ -80,7 +80,7 @@ class ServeConfig(Section):
     port: int = Field(default=8420, ge=0, le=65535)
     """The port; 0 takes a free one."""
     state_dir: Annotated[Path, Field(strict=False)] = Path("groupwise-state")
-    """Where jobs, checkpoints and adapters live; one server at a time."""
+    """The directory of jobs, checkpoints and adapters; one server at a time may use it."""
     served_model_name: Annotated[str, Field(pattern=r"^[\w./:-]{1,128}$")] | None = None
     """The base model's name in the API; null is the last part of `model`, in lower case."""
     api_key: Secret = Field(default=None, exclude=True, repr=False)
@@ -99,11 +99,11 @@ class ServeConfig(Section):
     first_token_timeout_s: Seconds = 120.0
     """Longest wait for the first token, and for a place when `max_concurrent` requests are being answered."""
     shutdown_timeout_s: Seconds = 30.0
-    """How long requests in flight may go on after SIGTERM, and the worker may take to save."""
+    """The seconds after SIGTERM in which requests in flight may end and the worker may save."""
     header_timeout_s: Seconds = 10.0
     """A connection on which no whole request head arrives for this long is closed."""
     body_timeout_s: Seconds = 30.0
-    """How long a body may take to arrive, besides a second for each MiB."""
+    """The seconds in which a body must arrive, in addition to one for each MiB."""
 
     chat_body_bytes: Bytes = 8 * MIB
     """Largest body of any route but those for training and uploads."""
@@ -124,7 +124,7 @@ class ServeConfig(Section):
     max_n: int = Field(default=128, ge=1)
     """Completions of one prompt."""
     max_top_logprobs: int = Field(default=20, ge=0)
-    """Alternatives reported beside each token."""
+    """The most alternatives that are reported with each token."""
     max_stop: int = Field(default=16, ge=1)
     """Stop strings of one request."""
     max_batch_completions: int = Field(default=1024, ge=1)
@@ -143,23 +143,25 @@ class ServeConfig(Section):
     """Adapter versions in memory at once, besides the active one; while all are in use requests for another one wait
     their turn, up to half of `max_concurrent`."""
     keep_versions: int | None = Field(default=10, ge=1)
-    """How many versions that jobs made are kept of each adapter; older ones go once nothing needs them. null: all."""
+    """The number of versions made by jobs that are kept of each adapter; older ones are removed once they are not
+    needed. null: all."""
     rollout_bytes: int = Field(default=4 * GIB, ge=MIB, le=1 << 50)
-    """What is kept of the rollouts that were sampled, so that jobs can name them, for 7 days and a million at most; the
+    """The bytes of sampled rollouts that are kept, so that jobs can name them, for 7 days and at most a million; the
     oldest go first."""
     keep_answers: bool = True
     """Keep what chats and other requests were answered among the rollouts, so that feedback can name them by the
     answer's id; false keeps only what /v1/completions/batch sampled."""
     images: ImagesConfig = ImagesConfig()
-    """Which addresses images of requests are fetched from."""
+    """The addresses from which images of requests may be fetched."""
     learn: LearnConfig | None = None
     """Train by itself on feedback (docs/learn.md); null: only on what is posted."""
     gate: GateConfig | None = None
-    """What versions that jobs made must pass to become active (docs/learn.md); null: nothing but their own checks."""
+    """The tests that versions made by jobs must pass to become active (docs/learn.md); null: only their own checks."""
     raters: RatersConfig | None = None
     """Known prompts by which raters are judged (docs/learn.md); null: every rater counts."""
     folder: Annotated[Path, Field(strict=False)] = Path(".")
-    """Where the modules and files that `learn` and `gate` name are looked for; that of the file, with --config."""
+    """The folder in which the modules and files that `learn` and `gate` name are looked up; with --config, the
+    file's."""
     min_free_bytes: int = Field(default=GIB, ge=0)
     """Free disk space below which the server says that it is not ready and takes no jobs."""
     worker_threads: int | None = Field(default=None, ge=1)
@@ -167,10 +169,10 @@ class ServeConfig(Section):
     system: Text | None = None
     """The system message of chats that have none. `groupwise serve RUN` takes it from the run's `data.system`."""
     chat: ChatConfig = ChatConfig()
-    """How conversations become tokens; a request's `chat_template_kwargs` go before. `groupwise serve RUN` takes it
+    """How conversations become tokens; a request's `chat_template_kwargs` override this. `groupwise serve RUN` takes it
     from the run's `chat`."""
     structured_outputs: StructuredOutputsConfig | None = None
-    """What replies to chats must be that ask for no form of their own (`response_format: {"type": "text"}` is one).
+    """The required form of replies to chats that do not ask for their own (`response_format: {"type": "text"}` does).
     `groupwise serve RUN` takes it from the run's `rollout`."""
     trainer_routes: bool = False
     """Answer the routes by which TRL's and Axolotl's trainers use a vLLM server (docs/vllm.md). Who may call them may
@@ -189,7 +191,7 @@ class ServeConfig(Section):
     """Memory for what the tokens of completions could be that Tinker clients sampled with top_p or top_k, with which
     these are trained when they come back; the oldest go first."""
     tinker_gap_s: Seconds = 120.0
-    """How long a request waits for one that was numbered before it."""
+    """The seconds for which a request waits for one with an earlier number."""
     tinker_idle_s: Seconds = 600.0
     """A Tinker session that is not heard of for this long ends, and its models with it."""
     tinker_other_models: dict[Annotated[str, Field(pattern=r"^[\w./:-]{1,128}$")], Text] = Field(default_factory=dict)
@@ -200,14 +202,14 @@ class ServeConfig(Section):
     """The loss that is trained where a Tinker client asks for `stable_reinforce`, whose formula is not published: not
     the same loss, and the log says so. null refuses it."""
     engine: Engine = "local"
-    """What samples: `local`, in this process over the model's own weights, or `vllm` (docs/vllm.md)."""
+    """The engine that samples: `local`, in this process over the model's own weights, or `vllm` (docs/vllm.md)."""
     vllm: VllmConfig = VllmConfig()
     """How vLLM is reached or run; vllm.mode is `server`."""
     batch_rows: int = Field(default=256, ge=1, le=65536)
     """Completions decoded at once."""
     paced_rows: int | None = Field(default=None, ge=1, le=65536)
-    """How many of them batches, jobs and gates may use while interactive requests run, and for five seconds after: a
-    step takes longer the more rows it has. null: 16 on a CPU, no bound on a GPU, where it hardly does."""
+    """The number of rows that batches, jobs and gates may use while interactive requests run, and for five seconds
+    after: a step with more rows takes longer. null: 16 on a CPU, no bound on a GPU, where the difference is small."""
     cache_gb: float | None = Field(default=None, gt=0)
     """GiB that keys and values may take; requests wait where those in flight could need more before they end. null: on
     a GPU half of the memory that is free once the model is there, on a CPU what `batch_rows` completions need."""
@@ -273,7 +275,7 @@ class ServeConfig(Section):
 
     @property
     def served_name(self) -> str:
-        """The base model's name in the API."""
+        """Return the base model's name in the API."""
         return self.served_model_name or re.sub(r"[^\w.:-]", "-", Path(self.model).name.lower()) or "model"
 
     def public(self) -> dict[str, Any]:

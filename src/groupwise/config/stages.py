@@ -2,7 +2,7 @@
 
     stages:
       - {name: examples, kind: sft, data: {source: examples.jsonl}, train: {steps: 60, learning_rate: 3.0e-3}}
-    data: {source: prompts.jsonl}        # the run itself: it goes on from the last stage's adapter
+    data: {source: prompts.jsonl}        # the run itself: it continues from the last stage's adapter
     rewards: [my_rewards:exact]
 
 A stage is the file's own run with the keys changed that it names. Its `data` replaces the run's as a whole. A stage of
@@ -55,7 +55,7 @@ def stage_names(config: RunConfig) -> list[str]:
 
 
 def check_stages(config: RunConfig) -> None:
-    """Refuse stages that are no runs, or leave no adapter to go on from."""
+    """Refuse stages that are not runs, or that leave no adapter for the next one."""
     if not config.stages:
         return
     if config.train.lora is None:

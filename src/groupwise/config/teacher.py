@@ -31,8 +31,8 @@ class TeacherConfig(Section):
     adapter: Text | None = None
     """An adapter of the run's model, as `adapters.start` names it."""
     self: bool = False
-    """The policy itself, as it was when it sampled, with `context` in its prompt besides; with sft without one: the
-    completions of a group are what is chosen from."""
+    """The policy itself, as it was when it sampled, with `context` added to its prompt; with sft without a context:
+    completions are chosen from the group."""
     base_url: Text | None = None
     """A server with POST /completions and `prompt_logprobs` (vLLM, `groupwise serve`), such as http://host:8000/v1."""
     api_key_env: Text | None = "OPENAI_API_KEY"
@@ -43,26 +43,26 @@ class TeacherConfig(Section):
     coefficient: float = Field(default=1.0, gt=0, le=1e6)
     """Weight of the teacher's term."""
     reward_weight: float = Field(default=1.0, ge=0, le=1e6)
-    """Weight of the rewards' advantages beside it; 0 trains from the teacher alone, and rewards are only measured."""
+    """The weight of the rewards' advantages; 0 trains only from the teacher, and rewards are only measured."""
     top_k: int = Field(default=0, ge=0, le=1024)
     """0: the reverse KL at the sampled tokens, as an advantage of each token. K: the divergence over the teacher's K
     likeliest tokens and all others as one, as a term of the loss."""
     divergence: _DIVERGENCES = "reverse"
     """With top_k: reverse, KL(policy || teacher); forward, KL(teacher || policy); jsd, Jensen-Shannon."""
     context: Text | None = None
-    """What the teacher's prompt has besides: the text of this column; or `best_completion`, the group's best completion
-    where it is better than the one that is scored. Rows without it have no teacher."""
+    """Further content of the teacher's prompt: the text of this column; or `best_completion`, the group's best
+    completion if it is better than the scored one. Rows without it have no teacher."""
     template: Text = TEMPLATE
     """The last user message of the teacher's prompt, with {prompt} (the policy's) and {context}."""
     completions: int | None = Field(default=None, ge=1, le=4096)
-    """With sft beside rewards: the teacher's completions of each prompt; null is `rollout.group_size`."""
+    """With sft and rewards, the number of the teacher's completions of each prompt; null is `rollout.group_size`."""
     temperature: float | None = Field(default=None, ge=0, le=10)
-    """With sft: what the teacher samples at; null is `rollout.temperature`."""
+    """With sft, the temperature of the teacher; null is `rollout.temperature`."""
     least_reward: float | None = None
-    """With sft: only completions of the teacher with at least this reward are learned; null learns all."""
+    """With sft, the least reward of the teacher's completions that are learned; null learns all."""
     best: int | None = Field(default=None, ge=1, le=4096)
-    """With sft: of each prompt's completions at most so many are learned, those with the highest rewards, the same one
-    once; null learns all. Without `least_reward` none of a group of equal rewards is best."""
+    """With sft, the most completions of each prompt that are learned, those with the highest rewards, equal ones once;
+    null learns all. Without `least_reward` no completion of a group of equal rewards is best."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The type of `model`'s weights; auto as the run's."""
     concurrency: int = Field(default=8, ge=1, le=1024)

@@ -32,7 +32,7 @@ Parts = Annotated[tuple[str, ...], BeforeValidator(parts_of)]
 
 
 def checked_parts(parameters: Any, *, adapter: bool) -> tuple[str, ...]:
-    """Return `parts_of` what is given beside an adapter, or without one. Raises ConfigError."""
+    """Return `parts_of(parameters)` for training with or without an adapter. Raises ConfigError."""
     try:
         parts = parts_of(parameters)
     except ValueError as error:
@@ -44,8 +44,8 @@ def checked_parts(parameters: Any, *, adapter: bool) -> tuple[str, ...]:
 
 
 def check_eyes(config: RunConfig) -> None:
-    """Raise the conflict of a run that says which parameters train beside an adapter, or that trains what it sees where
-    that cannot be."""
+    """Raise ConfigError for a run that sets `parameters` together with an adapter, or that trains vision parts in a
+    configuration that cannot."""
     train, lora = config.train, config.train.lora
     if lora is not None and train.parameters != (TEXT,):
         message = "acts with train.lora: null; what an adapter changes its lora.targets say"

@@ -55,7 +55,7 @@ def _yaml() -> YAML:
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """`data` (plain dicts, lists and scalars) as YAML 1.2 in the order of its keys."""
+    """Return `data` (plain dicts, lists and scalars) as YAML 1.2, in the order of its keys."""
     stream = io.StringIO()
     _yaml().dump(dict(data), stream)
     return stream.getvalue()
@@ -189,8 +189,8 @@ def _parse(text: str, *, source: str) -> tuple[Any, Node | None]:
 
 @lru_cache(maxsize=16)
 def _composed(text: str) -> Node | None:
-    """Return the nodes of a text, which nobody may change: a command reads a run's configuration several times, and
-    each time would take a tenth of a second."""
+    """Return the nodes of a text from a cache; do not change them. A command reads a run's configuration several times,
+    and each parse would take a tenth of a second."""
     return _yaml().compose(text)
 
 
@@ -208,7 +208,7 @@ def _kind(value: Any) -> str:
 
 
 def parse_keys(dotted: str) -> Keys:
-    """ "a.b[0].c" as ("a", "b", 0, "c")."""
+    """Parse "a.b[0].c" to ("a", "b", 0, "c")."""
     return tuple(int(index) if index else name for index, name in re.findall(r"\[(\d+)\]|([\w-]+)", dotted))
 
 
@@ -371,10 +371,10 @@ def suggest_key(
     other_names: Mapping[str, str],
     elsewhere: Callable[[str, str], str],
 ) -> str:
-    """Return the key that was probably meant: the same in a section that is called similarly, one of the same name in
-    another section, another system's key of that name, a similar one beside it, a similar one anywhere, or one in place
-    of its section. `value` is "=VALUE" where one was given in an override: it is repeated behind a key that holds one
-    value, so that what is proposed can be typed."""
+    """Return the key that was probably meant: the same key in a section of a similar name, one of the same name in
+    another section, our key for another system's key of that name, a similar one in the same section, a similar one
+    anywhere, or one in place of the section. `value` is "=VALUE" for an override: it is repeated after a key that holds
+    a single value, so that the proposal can be typed."""
     name, section = str(keys[-1]), [key for key in keys[:-1] if isinstance(key, str)]
     everywhere = list(key_paths(model))
     beside = [path[-1] for path in everywhere if list(path[:-1]) == section]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from groupwise.engine.prefix_cache import Kept, PrefixCache
 from groupwise.engine.rows import PendingRequest
 
-EXTEND_TOKENS = 512  # of a conversation that goes on, in one forward; of several 4 times as many, padding included
+EXTEND_TOKENS = 512  # of a conversation that continues, in one forward; of several 4 times as many, padding included
 
 MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its opening has, where that is more
 
@@ -35,7 +35,7 @@ class GoingOn(Admitted):
 
     @property
     def new(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Return the number of prompt tokens that are still to be computed."""
         return len(self.job.request.prompt_ids) - self.known
 
     def piece(self, start: int, size: int) -> range:
@@ -62,7 +62,7 @@ def known_of(job: PendingRequest, cache: PrefixCache) -> tuple[Kept, int] | None
 
 
 def together(going: Sequence[GoingOn]) -> Iterator[list[GoingOn]]:
-    """Batches of requests for one forward each, sorted by new tokens so that there is little padding."""
+    """Yield batches of requests, each for one forward, sorted by new tokens so that there is little padding."""
     batch: list[GoingOn] = []
     for each in sorted(going, key=lambda each: each.new):
         if batch and (len(batch) + 1) * min(each.new, EXTEND_TOKENS) > 4 * EXTEND_TOKENS:
@@ -74,7 +74,7 @@ def together(going: Sequence[GoingOn]) -> Iterator[list[GoingOn]]:
 
 
 def consecutive(numbers: Sequence[int]) -> list[range]:
-    """Ascending numbers as ranges.
+    """Return ascending numbers as ranges.
 
     >>> consecutive([1, 2, 3, 7, 8])
     [range(1, 4), range(7, 9)]

@@ -9,17 +9,18 @@
     after[last], norm     -> hidden states
 
 Three functions of tensors are compiled, not a model: weights are arguments, so all layers and all versions of an
-adapter use the same code, and rows that finish compile nothing anew. They are the functions that `Backbone` runs, over
-what one policy's modules multiply with (`multi_lora.Products`). All else runs as without: several policies in a batch,
-prefills, drafts, models that are not of the Llama family.
+adapter use the same code, and rows that finish cause no compilation. They are the functions that `Backbone` runs, over
+one policy's matrices (`multi_lora.Products`). Everything else runs uncompiled: several policies in a batch, prefills,
+drafts, models that are not of the Llama family.
 
-The first step with weights of new shapes (on a GPU also: of a new number of rows) is computed both ways and compared.
-Whatever the compiler raises, then or later, or a difference beyond rounding, is said in a warning; this step and all
-that follow run uncompiled. No row is lost: a step writes the keys and values of its own tokens, and can do so again.
+The first step with weights of new shapes (on a GPU also: with a new number of rows) is computed both ways and compared.
+If the compiler raises an error, then or later, or the results differ by more than rounding, a warning says so; this
+step and all later ones run uncompiled. No row is lost: a step writes the keys and values of its own tokens, and can
+repeat this.
 
-Compiled loops use as many OpenMP threads as they were compiled for, whatever torch is told later, unless
-`threads_vary`: then as many as the thread that runs them has. They use the OpenMP that torch has loaded, so there is no
-second team.
+Compiled loops use the number of OpenMP threads for which they were compiled, even if torch's number changes later,
+unless `threads_vary`: then as many as the running thread has. They use the OpenMP that torch has loaded, so there is no
+second team of threads.
 
 Shapes: B rows, R rows with padding, H query heads, D head size.
 """
@@ -134,8 +135,8 @@ def why_uncompiled(backbone: Backbone) -> str | None:
 
 
 def compiles(asked: bool | None, device: torch.device, backbone: Backbone) -> bool:
-    """Return whether an engine compiles its steps: as it is asked, and where nobody says (None) on a CUDA GPU, where
-    starting kernels is what decoding waits for, if the model can be compiled."""
+    """Return whether an engine compiles its steps: `asked`, or, if that is None, True on a CUDA GPU for models that can
+    be compiled. There decoding waits for the starts of kernels."""
     if asked is not None:
         return asked
     return device.type == "cuda" and why_uncompiled(backbone) is None  # gpu-aware
@@ -147,10 +148,10 @@ class Compiled:
 
     Args:
         backbone: it runs what is not compiled.
-        bank: whose batch is selected.
-        threads: of torch, in a step.
+        bank: the adapters of the selected batch.
+        threads: torch's threads in a step.
         vary: whether some steps have fewer.
-        record: what records steps; None: on a GPU CUDA graphs, else nothing.
+        record: the recorder of steps; None: CUDA graphs on a GPU, else no recorder.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class Decoder(Protocol):
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> None:
-        """Between two steps: the rows of version `old` go on under `new`, whose weights these are, with the keys and
+        """Between two steps: the rows of version `old` continue under `new`, whose weights these are, with the keys and
         values that they have, or with those that the new weights `recompute` of all that they read and said."""
         ...
 
@@ -166,7 +166,7 @@ class RowBudget:
             return taken
 
     def give(self, job: PendingRequest, rows: int) -> None:
-        """Rows of a request that are free again."""
+        """Take back the rows of a request that are free again."""
         with self._lock:
             self._count(job, -rows)
 
@@ -187,7 +187,7 @@ class DecodedRows(ABC):
     def __init__(self, shared: EngineModel, max_rows: int):
         self.shared, self.rows = shared, Rows(max_rows, shared.device)
         self.most_unsettled = SETTLED_EVERY if shared.device.type == "cuda" else 1  # gpu-aware
-        self._unsettled = 0  # steps since somebody looked which rows have ended
+        self._unsettled = 0  # steps since the last look at which rows have ended
         self._unread: list[tuple[list[Row], KeptRows]] = []  # what the tokens of rows could be, still on the device
         self.chosen_SLK: Tensor | None = None  # experts of the last forward's tokens, where they are recorded
 
@@ -207,15 +207,15 @@ class DecodedRows(ABC):
         self.chosen_SLK = torch.stack([each.chosen_SK for each in seen], 1).to("cpu", torch.int16)
 
     def drop_cancelled(self) -> None:
-        """Free the rows of requests whose future was cancelled, as whoever asked has gone away, or failed."""
+        """Free the rows of requests whose future is done before they are: the caller cancelled it, or it failed."""
         gone = {i for i, row in enumerate(self.rows.owners) if row.job.future.done()}
         if gone:
             self.read_kept()
         self.free(gone)
 
     def advance(self, at: slice, logits_BV: Tensor) -> None:
-        """Sample the next token of the rows `at`, record it, and retire the rows that are finished, as soon as somebody
-        looks (`settle`)."""
+        """Sample the next token of the rows `at` and record it. `settle` retires finished rows, after every few
+        steps."""
         rows = self.rows
         count_B, owners, places = rows.count[at], range(at.start, at.stop), rows.on_host.count[at]
         token_B, logprob_B, kept = self.draw(at, owners, places, logits_BV)
@@ -244,7 +244,7 @@ class DecodedRows(ABC):
 
     @property
     def _settled_every(self) -> int:
-        """Steps after which somebody looks which rows have ended. It is one where Python has to see every token."""
+        """Return the number of steps between two looks at which rows have ended: 1 if Python has to see every token."""
         rows = self.rows
         return 1 if rows.watched or rows.matchers else self.most_unsettled
 
@@ -393,7 +393,7 @@ class DecodedRows(ABC):
                 whole.append(job)
         try:
             self.free(reasons)
-        finally:  # whoever has the last result finds the rows free
+        finally:  # a caller that gets the last result finds the rows free
             for job in whole:
                 job.settle([job.done[j] for j in range(job.request.n)])
 

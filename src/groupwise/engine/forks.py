@@ -62,9 +62,9 @@ class ForkServer:
     """The process that others are forked from, started when it is needed and again when it is gone. For threads.
 
     Args:
-        module: what it runs.
-        setup: what it is told first.
-        without: what cannot be done where it does not start, as errors say it.
+        module: the module that the process runs.
+        setup: the first message to the process.
+        without: what cannot be done if the process does not start, for errors.
     """
 
     def __init__(self, module: str, setup: Any, *, without: str):
@@ -160,7 +160,7 @@ def serve_forks(
     """Say READY, and fork a process for each `count` descriptors that come, until the other end closes. Returns 0.
 
     Args:
-        most_bytes: how much memory the process for these descriptors may have, besides what it shares.
+        most_bytes: the memory that the process for these descriptors may have, in addition to shared memory.
         work: what it does with them and that number. It never returns.
     """
     with suppress(OSError):  # the other end was killed
@@ -199,7 +199,8 @@ def _look_at(running: dict[int, int]) -> None:
 
 
 def end_with(stream: socket.socket) -> None:
-    """Wait until the other end closes, and end this process: nobody wants what it does. The other end says nothing."""
+    """Wait until the other end closes, then end this process, whose result has no reader any more. The other end sends
+    nothing."""
     with suppress(OSError):
         stream.recv(1)
     os._exit(1)

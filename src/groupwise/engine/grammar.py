@@ -10,10 +10,10 @@ end-of-turn tokens are allowed, and where nothing can follow they alone.
 JSON is written as models write it: at most a space between two signs, or a line end and the indentation of the next.
 Unbounded space would be valid, and a model that once begins with it may never end.
 
-A grammar comes from whoever asks. So its length is bounded, and what of a schema is known to explode (`check_bounds`);
-it is compiled in a process that can be killed (`vetting`) before it is compiled here, in a thread that nothing else
-waits for; and the library bounds the work of each token. One that runs into a bound while it is sampled fails its own
-request.
+A grammar comes from a client and cannot be trusted. So its length is bounded, and so are the parts of a schema that are
+known to explode (`check_bounds`). The grammar is compiled in a process that can be killed (`vetting`) before it is
+compiled here, in a separate thread; and the library bounds the work of each token. A grammar that reaches a bound
+during sampling fails only its own request.
 
 Shapes: C rows with a grammar, V vocabulary.
 """
@@ -74,7 +74,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps those that were used last. For any thread.
 
     Args:
-        vocabulary: how many logits there are, V.
+        vocabulary: the number of logits, V.
         eos_ids: the ids that end a turn.
     """
 
@@ -171,8 +171,8 @@ class GrammarCompiler:
             return compile_grammar(grammar, self.tokenizer)
 
     def _start(self) -> None:
-        """Have what all grammars need: it takes a second, and is no sender's fault. Raises GrammarError where this
-        model's text cannot be kept to one, and NotReadyError."""
+        """Load the parts that all grammars need; this takes a second, which counts for no sender. Raises GrammarError
+        if this model's text cannot be kept to one, and NotReadyError."""
         with self._building:
             assert self.tokenizer
             vetting = self._vetting
@@ -283,7 +283,7 @@ _EXECUTOR: list[Any] = []
 
 
 def _executor() -> Any:
-    """llguidance's threads, which all engines share."""
+    """Return llguidance's threads, which all engines share."""
     if not _EXECUTOR:
         from llguidance import LLExecutor
 
@@ -338,7 +338,7 @@ def _try(grammar: Grammar, tokenizer: LLTokenizer) -> tuple[LLMatcher, str]:
 
 
 def _definitions(grammar: Grammar, tokenizer: LLTokenizer) -> list[dict[str, Any]]:
-    """llguidance's list of grammars, of which the first is the one."""
+    """Return llguidance's list of grammars; the first one is the entry."""
     answer = {"name": "answer", **_definition(grammar, tokenizer)}
     parts = [{"name": name, **_definition(part, tokenizer)} for name, part in grammar.parts]
     if grammar.thoughts == "none":
@@ -419,7 +419,7 @@ def _lark(grammar: Grammar) -> str:
 
     try:
         return any_to_lark(grammar.source)
-    except Exception as error:  # of a parser of somebody else's text
+    except Exception as error:  # the parser of a client's text may raise anything
         raise GrammarError(f"{grammar.field} is neither Lark nor GBNF: {error}", field=grammar.field) from None
 
 

@@ -2,12 +2,12 @@
 
 A graph is a recording of kernels and of the addresses that they read and write. So
 
-    rows      are padded to one of a few numbers (`bucket_of`), each with graphs of its own, recorded on first use
+    rows      are padded to one of a few numbers (`bucket_of`), each with its own graphs, recorded on first use
     inputs    are copied into buffers; outputs are tensors that the next replay writes over
     weights   are read where they were when it was recorded. The model's parameters stay there, also when they are
-              trained. What is made for each version (adapters, and weights merged with one) is copied into the place
-              of the first one's. Recording anew would cost (layers + 1) x buckets recordings after every sync, and
-              copying costs reading and writing once what changed
+              trained. The tensors of each version (adapters, and weights merged with one) are copied to the addresses
+              of the first version's. Recording again would cost (layers + 1) x buckets recordings after every sync;
+              copying reads and writes the changed tensors once
 
 Only `cuda_recorder` speaks to CUDA; what is around it runs with any recorder.
 
@@ -51,7 +51,7 @@ class Step(Protocol):
 def cuda_recorder(device: torch.device) -> Recorder:  # gpu-seen: CUDA graphs of decode steps (rollout.compile)
     """Records what a function does on the GPU -> what replays it, and its outputs, which every replay writes over.
 
-    Recordings share their memory: they must be replayed in the order in which they were made. Other threads go on
+    Recordings share their memory: they must be replayed in the order in which they were made. Other threads continue
     using the GPU meanwhile.
     """
     pool: Any = torch.cuda.graph_pool_handle()
@@ -147,7 +147,7 @@ def bucket_of(rows: int) -> int:
 
 
 def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Nested (named) tuples with their tensors changed."""
+    """Return nested (named) tuples with `change` applied to their tensors."""
     if isinstance(tree, Tensor):
         return change(tree)
     if not isinstance(tree, tuple):

@@ -5,7 +5,7 @@
 
     Prefill   packed prompts: attention within each prompt, whose keys and values go to its slot
     Extend    the next tokens of each row: their keys and values join the row's, and they attend to its prompt's and its
-              own. One token of each in a decode step; the new messages where a conversation goes on
+              own. One token of each in a decode step; the new messages where a conversation continues
 
 A decode step scores a prompt's keys for all rows of the group as one product, so it reads a prompt of 512 tokens once
 and not once per row, in every turn of a conversation too: what a group's episodes open with stays in one slot. For that
@@ -126,7 +126,7 @@ class CacheNeed:
 
     @property
     def tokens(self) -> int:
-        """Tokens that there is memory for: those of two rectangles."""
+        """Return the tokens for which memory is allocated: those of two rectangles."""
         return self.rows * self.own + self.slots * self.prompt
 
     def with_rows(self, n: int, *, own: int, prompt: int, slots: int) -> CacheNeed:
@@ -170,7 +170,7 @@ class KeyValueCache:
             self.prompts.bound(need.slots, need.prompt, prompts, used=slots)
 
     def add_prompts(self, lengths: Sequence[int]) -> range:
-        """New slots behind the last, for prompts that are about to be prefilled."""
+        """Add slots after the last one, for prompts that are about to be prefilled, and return their indices."""
         start = len(self.lengths)
         self.prompts.reserve(start + len(lengths), max((*self.lengths, *lengths), default=0))
         self.lengths += lengths
@@ -275,7 +275,7 @@ class Opening:
 
 
 def _larger(x: Tensor, lines: int, length: int) -> Tensor:
-    """`x` [lines, K, length, D] in a tensor that has at least so many lines and so much length."""
+    """Return `x` [lines, K, length, D] in a tensor with at least so many lines and so much length."""
     lines, length = max(lines, x.shape[0]), max(length, x.shape[2])
     if x.shape[0] == lines and x.shape[2] == length:
         return x
@@ -331,8 +331,8 @@ class Prefill:
 
 
 def parts_of(lengths: Sequence[int], size: int) -> list[tuple[slice, int]]:
-    """Slices of rows, with the length of the longest in each: all rows at once, or `size` at a time if lengths
-    differ."""
+    """Return slices of rows, with the length of the longest row in each: all rows at once, or `size` at a time if
+    lengths differ."""
     if len(lengths) < 2 * size or min(lengths) == max(lengths):
         return [(slice(0, len(lengths)), max(lengths))]
     return [(slice(at, at + size), max(lengths[at : at + size])) for at in range(0, len(lengths), size)]
@@ -346,7 +346,7 @@ class Apart:
     """Products of rows with their prompts, slot by slot; for many new tokens a row, where each product is large anyway.
 
     Args:
-        slots: of each row.
+        slots: the slots of each row.
         shared: the first tokens of its slot that each row has; the rest of a longer one is hidden from it.
         lengths: tokens in each slot.
     """
@@ -482,7 +482,7 @@ class Extend:
         return out[:, :, 0] if T == 1 else out.transpose(1, 2)[self.row_S, self.t_S]
 
     def _queries(self, query_SHD: Tensor, K: int) -> Tensor:
-        """[B, K, R*T, D]; zeros where a row has fewer than T."""
+        """Return queries [B, K, R*T, D]; zeros if a row has fewer than T."""
         _, H, D = query_SHD.shape
         if self.T == 1:
             return query_SHD.view(self.B, K, -1, D)
@@ -491,7 +491,8 @@ class Extend:
         return query_BTHD.transpose(1, 2).reshape(self.B, K, -1, D)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """[B, T, N], -inf where a token may not look: behind its prompt, ahead of itself, beyond the window; else 0."""
+        """Return the mask [B, T, N]: -inf for keys that a token may not attend to (past its prompt's end, later than
+        itself, outside the window), else 0."""
         if window not in self._masks:
             hidden_BTN = self._hidden(window)
             self._masks[window] = None if hidden_BTN is None else mask_of(hidden_BTN)

@@ -4,7 +4,7 @@
 
 Requests wait in order, interactive ones first, and each is given rows as soon as enough are free. A `Decoder` does the
 rest: that of the packed forward (`packed`) or, for models that it cannot run, one that runs any model by its own
-forward (`plain`). On a CPU there are several decoders, *lanes*, each in a thread of its own with its share of torch's,
+forward (`plain`). On a CPU there are several decoders, *lanes*, each in its own thread with its share of torch's,
 and as many are used as the work at hand pays for: an operation that is shared out among threads ends when the last of
 them has been given a core, and a step is hundreds of operations (docs/performance.md has what it brings).
 
@@ -12,10 +12,10 @@ A lane's thread owns its decoder; `submit` hands requests to the lane with the f
 futures. Requests submitted together to an idle engine come to the same lanes, and are admitted together and in order,
 so a seeded batch is reproducible bit for bit. Cancelling a future frees its rows before the next token.
 
-An error inside fails the requests at hand, and the engine goes on; one after which the device is lost to the process
+An error inside fails the requests at hand, and the engine continues; one after which the device is lost to the process
 (`model.lost_device`) fails all that ever come, and `lost` says so: a server ends then and is started again.
 
-Interactive requests have lanes of their own, and while there are any the other lanes pause for most of the time: a
+Interactive requests have their own lanes, and while there are any the other lanes pause for most of the time: a
 batch loses the time in which interactive requests run, and these are hardly slower for the batch. With one decoder for
 all (on a GPU, in compiled code, by the model's own forward) both share its steps.
 """
@@ -104,7 +104,7 @@ class Lanes:
         return sum(lane.load for lane in self.every)
 
 
-NO_TURNS = nullcontext()  # of an engine that nothing in the process computes beside
+NO_TURNS = nullcontext()  # for an engine that computes alone in its process
 
 
 @dataclass(frozen=True)
@@ -126,26 +126,27 @@ class LocalEngine(Scores):
     """Samples from a `LoadedModel` and any number of adapter versions over it; a `Sampler`.
 
     Args:
-        base: the model; the engine works on a module tree of its own over the same weights.
-        max_rows: completions decoded at once, as far as `cache_bytes` has room for them.
-        cache_bytes: of keys and values, for all lanes together; requests wait where those in flight could need more
-            before they end, and one alone is never refused. None: on a GPU half of the memory that is free now, on a
-            CPU as much as `max_rows` need. Of the packed forward only.
-        reserved_rows: how many of them only interactive requests may use.
-        paced_rows: how many of them batches may use while interactive requests run (`RowBudget`); None: all others.
+        base: the model; the engine works on its own module tree over the same weights.
+        max_rows: the most completions decoded at once, if `cache_bytes` has room for them.
+        cache_bytes: bytes of keys and values, for all lanes together, in the packed forward only. A request waits if
+            the requests in flight could need the rest before they end; a request alone is never refused. None: on a GPU
+            half of the memory that is free now, on a CPU as much as `max_rows` need.
+        reserved_rows: the number of rows that only interactive requests may use.
+        paced_rows: the number of rows that batches may use while interactive requests run (`RowBudget`); None: all
+            others.
         prefix_cache_mb: MiB of keys and values kept after requests that asked for it (`SamplingRequest.cache`).
-        draft_tokens: most tokens of a row that are guessed and checked in one step (`lookup`); 0 guesses none.
-        compile: compile the dense parts of decode steps (`compiled`). A warning says where that cannot be. None: on a
-            CUDA GPU, for models that can be compiled.
-        dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: as they are.
-        threads: of torch, for all lanes together. None: as many as torch has here.
-        record_routing: of a mixture, record the experts of each token (`Completion.routed_experts`).
-        turns: entered for each step of a decoder, where engines and learners beside this one share the processors.
-        lanes: at most so many decoders side by side, and as many for interactive requests. None: as many as threads, on
-            a CPU in packed rows.
+        draft_tokens: the most tokens of a row that are guessed and checked in one step (`lookup`); 0: no guesses.
+        compile: compile the dense parts of decode steps (`compiled`); a warning says if that is not possible. None: on
+            a CUDA GPU, for models that can be compiled.
+        dtype: multiply with the base's linear layers rounded to `bfloat16` or `int8` (`rounded`); None: unrounded.
+        threads: torch's threads, for all lanes together. None: torch's own number.
+        record_routing: for a mixture, record the experts of each token (`Completion.routed_experts`).
+        turns: entered for each step of a decoder, if other engines and learners share the processors with this one.
+        lanes: the most decoders that run at the same time, and as many for interactive requests. None: as many as
+            threads, on a CPU in packed rows.
 
-    Warns where there are no drafts, compiled steps and conversations that are kept: with recurrent layers
-    (`model.recurrence`), and where the model can run by its own forward only (`packed_check.why_not_packed`).
+    Warns if there are no drafts, no compiled steps and no kept conversations: with recurrent layers
+    (`model.recurrence`), and if the model can only run by its own forward (`packed_check.why_not_packed`).
 
     Raises:
         ConfigError: reserved_rows, paced_rows, lanes or draft_tokens is out of range, or dtype cannot be had here, or
@@ -297,7 +298,7 @@ class LocalEngine(Scores):
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
         """See `UpdatesInFlight.replace`; it happens between two steps of each lane. A shared prompt is computed again
-        for completions that begin later, in either case: only those that have begun go on from kept ones. So do
+        for completions that begin later, in either case: only those that have begun continue from kept ones. So do
         the later turns of a conversation, among the requests of `old`."""
         self.check_replaceable(recompute=recompute)
         weights = self._weights_of(new)
@@ -346,7 +347,7 @@ class LocalEngine(Scores):
     # -- and what this engine can besides ------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """`sample` for callers without an event loop."""
+        """Sample as `sample` does, for callers without an event loop."""
         return [future.result() for future in self.submit(requests)]
 
     def submit(
@@ -411,7 +412,7 @@ class LocalEngine(Scores):
         with self._wakeup:
             lane.load -= n
             if not self._interactive.load:
-                self._wakeup.notify_all()  # batches go on
+                self._wakeup.notify_all()  # batches continue
 
     def score_sequence(
         self,
@@ -608,7 +609,7 @@ class LocalEngine(Scores):
             )
 
     def _follow(self, lane: DecoderLane, old: PolicyVersion, by: Replaced) -> None:
-        """Have everything in a lane that is of version `old` go on under the one by which it is replaced."""
+        """Have everything in a lane that is of version `old` continue under the one by which it is replaced."""
         lane.decoder.follow(old, by.version, by.weights, recompute=by.recompute)
         with self._wakeup:
             for job in (*lane.urgent, *lane.waiting):

@@ -77,7 +77,7 @@ class Lookup:
                 params.grammar or params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
             )
             guessed = [] if alone else history.draft(min(most, row.job.max_tokens - count - 1))
-            drafts.append([*takewhile(lambda token: not is_of_image(token), guessed)])  # nobody says an image
+            drafts.append([*takewhile(lambda token: not is_of_image(token), guessed)])  # images are never sampled
         drafted = sum(map(len, drafts))
         return drafts if drafted and drafted >= LEAST_DRAFTED * rows.active else None
 

@@ -6,11 +6,11 @@ Base rows cost nothing. When one policy has the whole batch, which is how traini
 an adapter costs nothing either: W + scale (B A), in float32 and float64 only (16 bits would round the update away), for
 as many policies as fit in `MERGED_BYTES`. Large ones are laid out for the CPU where that pays (`lay_out`). For a single
 token it does not: that has a plain copy, or, where two copies do not fit, the base's own weights and the adapter. The
-base weights themselves are never written to. Over rounded copies of them (`rounded`) nothing is merged: adapters act
-beside, unrounded.
+base weights themselves are never written to. Over rounded copies of them (`rounded`) nothing is merged: adapters stay
+separate products, unrounded.
 
-Where nothing is merged, the adapters of modules that share an input act as one. On a GPU that holds the base in
-bfloat16 they have that too, as in training (`train.lora`): their products then take what the base's take.
+If nothing is merged, the adapters of modules that share an input act as one. On a GPU with the base in bfloat16 they
+are in bfloat16 too, as in training (`train.lora`): their products then take as long as the base's.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """One adapter: module name -> (A transposed [in, r], B transposed and scaled [r, out]); of a parameter of E
-    experts, `<module>.gate_up_proj` -> ([E, in, r], [E, r, out]).
+    """Holds an adapter's matrices: module name -> (A transposed [in, r], B transposed and scaled [r, out]); for a
+    parameter of E experts, `<module>.gate_up_proj` -> ([E, in, r], [E, r, out]).
 
-    With DoRA `magnitudes` are those of a module's outputs [out], and `columns` what these make of its product once the
-    base weights are known (`AdapterBank.prepare`): y = c (x W^T + (x A) B), c = m / |W + B A| of each output; B then
-    has c in it.
+    With DoRA `magnitudes` has the magnitudes m of a module's outputs [out], and `columns` the factors c of the module's
+    product, which need the base weights (`AdapterBank.prepare`): y = c (x W^T + (x A) B), c = m / |W + B A| for each
+    output; B then contains c.
     """
 
     pairs: dict[str, tuple[Tensor, Tensor]]
@@ -117,7 +117,7 @@ def _transposed(
 
 def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
     """Return the adapter whose update is the weighted sum of others': their ranks side by side. Raises AdapterError for
-    DoRA, whose update is no product of two matrices."""
+    DoRA, whose update is not a product of two matrices."""
     if any(weights.magnitudes for weights, _ in parts):
         raise AdapterError("an adapter with DoRA cannot be added to others", hint="name one adapter")
     pairs = {}
@@ -128,7 +128,7 @@ def add_adapters(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeight
 
 
 class _Selection(threading.local):
-    """The adapters of a thread's next forwards."""
+    """Holds the adapters of a thread's next forwards."""
 
     batch: Sequence[tuple[AdapterWeights, Tensor | None]] = ()  # and their rows; None: all
     alone: Products | None = None
@@ -216,7 +216,7 @@ class AdapterBank:
 
     @property
     def owners(self) -> Sequence[AdapterWeights | None]:
-        """Return what the calling thread has selected."""
+        """Return the calling thread's selection."""
         return self._now.owners
 
     def select(self, owners: Sequence[AdapterWeights | None]) -> None:
@@ -227,7 +227,7 @@ class AdapterBank:
             return  # as in the step before: no row has come or gone
         distinct, now.owners = {id(weights): weights for weights in owners}, owners
         now.batch, now.alone, now.sole = [], None, owners[:1] if len(distinct) == 1 else ()
-        beside = not (now.sole and now.sole[0] is not None and now.sole[0].columns)  # DoRA is no product beside
+        beside = not (now.sole and now.sole[0] is not None and now.sole[0].columns)  # DoRA cannot be a separate product
         if now.sole and self._lean and not self._quantized and (self._merges or beside):
             now.alone = self._products(owners[0])
             return
@@ -253,8 +253,8 @@ class AdapterBank:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def alone(self) -> Products | None:
-        """Return the products of the one policy that has the whole batch, merged or not; None if several share the
-        batch, or one that is no product beside weights into which nothing is merged."""
+        """Return the products of the single policy of the batch, merged or not. None if several policies share the
+        batch, or if the single policy cannot be a separate product (DoRA) and nothing is merged into the weights."""
         return self._now.alone
 
     def _products(self, weights: AdapterWeights | None) -> Products:
@@ -277,7 +277,7 @@ class AdapterBank:
             return new()
         if self._twice:
             return new(lay_out=self._lay_out, single=new())
-        if weights is not None and weights.columns:  # of DoRA, which is not only an adapter beside
+        if weights is not None and weights.columns:  # DoRA, which is more than a separate product
             return new(lay_out=self._lay_out)
         return new(lay_out=self._lay_out, single=new(merged=False))
 
@@ -340,7 +340,7 @@ class Matrix(Protocol):
     """Weights [in, out] in another form than a tensor."""
 
     def times(self, x: Tensor) -> Tensor:
-        """x W [S, out], in the type of x [S, in]."""
+        """Return x W [S, out], in the type of x [S, in]."""
         ...
 
 
@@ -385,15 +385,15 @@ def multiply(group: Group, x: Tensor) -> Tensor:
 
 
 def _delta(pair: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    """(x A) B, in the adapter's type."""
+    """Return (x A) B, in the adapter's type."""
     return (x.to(pair[0].dtype) @ pair[0]) @ pair[1]
 
 
 class Products:
-    """The matrices that one policy's linear modules multiply with. Merged: W^T + A B of the modules that share an
-    input, one matrix [in, sum of out] for all of them. It has the inputs first: on a CPU the product is up to a third
-    faster so; from LAID_OUT_BYTES on it is in the form that `lay_out` gives it, and `single` is for a single token.
-    Over `rounded` weights: their matrix, with A B beside it."""
+    """Holds the matrices of one policy's linear modules. Merged: W^T + A B of the modules that share an input, as one
+    matrix [in, sum of out]. The inputs come first, because the product is up to a third faster so on a CPU. From
+    LAID_OUT_BYTES on the matrix has the layout of `lay_out`, and `single` is used for a single token. Over `rounded`
+    weights: the rounded matrix, and A B as a separate product."""
 
     def __init__(
         self,
@@ -420,7 +420,7 @@ class Products:
         return multiply(self.of(modules), x)
 
     def of(self, modules: Sequence[Any]) -> Group:
-        """Return what modules that share an input multiply with; the same tensors each time."""
+        """Return the matrices of modules that share an input; the same tensors each time."""
         made = self._made.get(id(modules[0]))
         if made is None:
             with self._lock:  # threads that decode side by side need it at the same time

@@ -34,7 +34,7 @@ class History:
 
     Args:
         prompt: token ids, at least one.
-        ngrams: those of the prompt.
+        ngrams: the n-grams of the prompt.
     """
 
     def __init__(self, prompt: Sequence[int], ngrams: Ngrams):
@@ -44,7 +44,7 @@ class History:
 
     @property
     def said(self) -> int:
-        """Tokens of the completion."""
+        """Return the number of the completion's tokens."""
         return len(self.ids) - self._opening
 
     def add(self, ids: Iterable[int]) -> None:

@@ -5,7 +5,7 @@
               sampling step (`sampling`), and bookkeeping in tensors
 
 Python runs per *finished* row, and per row and token only for drafts and where a request has stop strings, a stream or
-alternatives to report. The next turn of a conversation goes on from the keys and values of the last (`PrefixCache`).
+alternatives to report. The next turn of a conversation continues from the keys and values of the last (`PrefixCache`).
 
 Shapes: B active rows, S packed tokens, V vocabulary.
 """
@@ -66,10 +66,10 @@ class PackedDecoder(DecodedRows):
     """Decodes in packed rows.
 
     Args:
-        past: where conversations are kept that may go on.
+        past: the cache of conversations that may continue.
         draft_tokens: most tokens of a row that are guessed and checked in one step; 0 guesses none.
         compile: compile the dense parts of decode steps; None: where that is worth it (`compiled.compiles`).
-        threads: of torch, in the calling thread: how many there are now.
+        threads: returns torch's present number of threads in the calling thread.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class PackedDecoder(DecodedRows):
 
     def _size(self, job: PendingRequest, *, known: bool, there: bool) -> dict[str, int]:
         """Return what a row of a request takes: of its own, and of its prompt, where that is not `there`. A
-        conversation that goes on (`known`) may hold all of its prompt itself."""
+        conversation that continues (`known`) may hold all of its prompt itself."""
         asked = len(job.request.prompt_ids)
         return {"own": job.max_tokens + (asked if known else 0), "prompt": asked, "slots": int(known or not there)}
 
@@ -403,7 +403,7 @@ class PackedDecoder(DecodedRows):
         owners: Sequence[AdapterWeights | None],
         run: Callable[[Tensor, Tensor, Layout], Tensor] | None = None,
     ) -> Tensor:
-        """Last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
+        """Return the last hidden states [S, hidden] of one packed row, each token under its owner's adapter."""
         device = self.shared.device
         token_S = token_S if isinstance(token_S, Tensor) else on_device(token_S, device, torch.long)
         position_S = on_device(position_S, device)

@@ -48,7 +48,7 @@ class PlainDecoder:
         return sum(batch.active for batch in self._batches)
 
     def stats(self) -> dict[str, int]:
-        """Nothing of its own."""
+        """Return no statistics: this decoder has none of its own."""
         return {}
 
     def admit(self, urgent: Queue, waiting: Queue) -> bool:
@@ -102,10 +102,10 @@ class PlainDecoder:
             batch.follow(old, new, weights, recompute=recompute)
 
     def forget(self, weights: AdapterWeights | None) -> None:
-        """Nothing is kept beyond the rows, which go on under the weights that they were admitted with."""
+        """Do nothing: only rows keep state, and they continue under the weights with which they were admitted."""
 
     def rest(self) -> None:
-        """Nothing is kept beyond the rows."""
+        """Do nothing: only rows keep state."""
 
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
@@ -120,7 +120,7 @@ class PlainDecoder:
 
 
 def _alike(taken: Sequence[tuple[PendingRequest, int]]) -> Iterator[list[tuple[PendingRequest, int]]]:
-    """Requests of one policy with equally long prompts, as many as one forward may have tokens."""
+    """Yield requests of one policy with equally long prompts, as many as fit into the tokens of a forward."""
     groups: dict[tuple[int, int], list[tuple[PendingRequest, int]]] = {}
     for job, n in taken:
         groups.setdefault((id(job.weights), len(job.request.prompt_ids)), []).append((job, n))

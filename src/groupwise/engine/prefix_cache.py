@@ -1,13 +1,13 @@
-"""Keys and values of finished completions, for the requests that go on where they ended.
+"""Keeps the keys and values of finished completions for later requests that continue them.
 
-Each turn of a conversation repeats the turns before it. Without this the engine would prefill them anew every turn,
-and an episode of T turns would cost T^2 / 2. A request that says `cache` leaves its prompt's and its completion's
-keys and values here, and computes only what of its prompt is not here already, under the same weights.
+Each turn of a conversation repeats the turns before it. Without the cache the engine would prefill them again in every
+turn, and an episode of T turns would cost T^2 / 2. A request with `cache` leaves its prompt's and its completion's keys
+and values here, and computes only the part of its prompt that is not cached under the same weights.
 
-What begins alike is found as in vLLM's automatic prefix caching (Kwon et al. 2023, arXiv 2309.06180): the tokens are
-cut into blocks, each block's key is a hash of the tokens up to its end, and a table says who has that block. A hash
-only proposes: how many tokens are really the same is then counted, so what is shared need not end with a block. The
-episodes of a group open alike; that opening is here once.
+Common beginnings are found as in vLLM's automatic prefix caching (Kwon et al. 2023, arXiv 2309.06180): the tokens are
+cut into blocks, each block's key is a hash of the tokens up to its end, and a table lists the entries with this block.
+A hash only proposes an entry: the equal tokens are then counted, so the shared part need not end with a block. The
+episodes of a group begin with the same tokens; these are stored once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Kept:
     blocks: list[int] = field(default_factory=list)
 
     def folded(self) -> Kept:
-        """Return the same with all keys and values in an opening that nobody shares."""
+        """Return the same entry with all keys and values in its own opening, which no other entry shares."""
         layers = {
             layer: tuple(torch.cat([a[:, : self.shared], b], 1) for a, b in zip(pair, self.own[layer], strict=True))
             for layer, pair in self.opening.layers.items()

@@ -61,7 +61,7 @@ class PendingRequest:
 
     @property
     def prompt(self) -> PromptKey:
-        """The prompt's key in the KV cache: the weights, the token ids, and whom it is computed for."""
+        """Return the prompt's key in the KV cache: the weights, the token ids, and the owner of a private prompt."""
         return id(self.weights), tuple(self.request.prompt_ids), self.request.apart
 
     def follow(self, version: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool) -> None:
@@ -73,12 +73,12 @@ class PendingRequest:
 
     @cached_property
     def prompt_words(self) -> Tensor:
-        """The distinct token ids of the prompt, sorted (for the repetition penalty)."""
+        """Return the distinct token ids of the prompt, sorted (for the repetition penalty)."""
         return torch.tensor(sorted({*filterfalse(is_of_image, self.request.prompt_ids)}), dtype=torch.long)
 
     @cached_property
     def ngrams(self) -> Ngrams:
-        """The n-grams of the prompt."""
+        """Return the n-grams of the prompt."""
         return ngrams_of(self.request.prompt_ids)
 
     def settle(self, outcome: list[Completion] | Exception) -> None:
@@ -93,8 +93,8 @@ class PendingRequest:
 
 @dataclass
 class Row:
-    """The completion in a row: the `index`-th of `job`. The first `shared` tokens of its prompt are in the cache's
-    `slot`, the others in the row. `matcher` has read the completion so far, where there is a grammar."""
+    """Holds the completion in a row: the `index`-th of `job`. The first `shared` tokens of its prompt are in the
+    cache's `slot`, the others in the row. With a grammar, `matcher` has read the completion so far."""
 
     job: PendingRequest
     index: int
@@ -110,7 +110,7 @@ class Row:
 
     @cached_property
     def history(self) -> History:
-        """The n-gram index of this row, with as much of the completion as was added to it."""
+        """Return the n-gram index of this row, with the part of the completion that was added to it."""
         return History(self.job.request.prompt_ids, self.job.ngrams)
 
     def keep(self, entry: MaskEntry, logprob: float) -> None:
@@ -137,16 +137,17 @@ NEVER = 1 << 62  # tokens
 
 
 class OnHost:
-    """Copies on the host of what changes by rule, so that nobody waits for the device: each step adds a token to each
-    row. For each row the tokens said, the most that it may say, the tokens of the prompt that the row holds itself, and
-    its seed."""
+    """Keeps copies on the host of values that change by rule (each step adds a token to each row), so that reading them
+    does not wait for the device: for each row the number of sampled tokens, its limit, the number of prompt tokens that
+    the row holds itself, and its seed."""
 
     def __init__(self, most: int):
         self.count, self.limit, self.held = (np.zeros(most, dtype=np.int64) for _ in range(3))
         self.seed = np.zeros(most, dtype=np.uint64)
 
     def lengths(self, at: slice | Sequence[int]) -> np.ndarray:
-        """Return the tokens whose keys and values rows hold themselves once all that was said has been run."""
+        """Return for each row the number of tokens whose keys and values it holds itself, once all sampled tokens have
+        been run."""
         return self.held[at] + self.count[at]
 
     def take(self, target: slice | Sequence[int], source: Sequence[int]) -> None:
@@ -167,10 +168,10 @@ class Moved(NamedTuple):
 
 
 class Rows:
-    """The decoding state of up to `most` rows, as tensors, and what of it is known on the host.
+    """Holds the decoding state of up to `most` rows, as tensors, and the copies on the host (`on_host`).
 
-    A row whose token ended it is not known to have ended before somebody looks (`DecodedRows.settle`): `ended` has how
-    many tokens it said, NEVER where there was no end."""
+    The host learns that a row's token ended it only in `DecodedRows.settle`: `ended` has the number of tokens at the
+    end, NEVER if the row has not ended."""
 
     def __init__(self, most: int, device: torch.device):
         self.most, self.device = most, device
@@ -236,7 +237,7 @@ class Rows:
     def follow(
         self, old: PolicyVersion, new: PolicyVersion, weights: AdapterWeights | None, *, recompute: bool
     ) -> list[int]:
-        """Have the rows of version `old` go on under `new` from their next token on. Returns which they are."""
+        """Have the rows of version `old` continue under `new` from their next token on. Returns which they are."""
         moved = [i for i, row in enumerate(self.owners) if row.job.version == old]
         for i in moved:
             row, at = self.owners[i], int(self.on_host.count[i])
@@ -288,7 +289,7 @@ class Rows:
         )  # fmt: skip
 
     def _note(self) -> None:
-        """Work out what the next steps need to know of all rows together."""
+        """Compute the facts about all rows that the next steps need."""
         every = [row.job.request.params for row in self.owners]
         self.greedy = any(p.temperature == 0 for p in every)
         narrowed = {i for i, p in enumerate(every) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0}

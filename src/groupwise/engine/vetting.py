@@ -1,6 +1,6 @@
 """Vets grammars: compiles each in another process first, which can be killed, before it may be compiled in this one.
 
-    Vetting          vet(grammar): compiles it in a process of its own (`vetting_process`), within limits
+    Vetting          vet(grammar): compiles it in its own process (`vetting_process`), within limits
     TokenizerParts   what such a process makes llguidance's tokenizer of
     Debts            processor seconds that each sender's refused grammars took, and who has to wait for them
 

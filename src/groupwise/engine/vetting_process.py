@@ -36,7 +36,7 @@ QUICK_S = 0.1  # after which a grammar's process steps aside for all others
 NICE = 10  # how far
 ARENA = 512 << 20  # bytes of address space, not memory, that malloc wants for a thread; without, it is slow
 IDLE_S = 30.0  # that a process waits for its next grammar
-MOST_GROWN = 8 << 20  # bytes by which a process may have grown that goes on with the next
+MOST_GROWN = 8 << 20  # bytes by which a process may have grown that continues with the next
 COMMON = Grammar.of_json({"type": "object", "properties": {"a": {"pattern": "b"}, "c": {"type": "number"}}})
 
 
@@ -55,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _vet(conversation: int, most: int, tokenizer: LLTokenizer) -> None:
-    """Never returns. What the library writes before it aborts is not for the log."""
+    """Vet a grammar in this process and end it; never return. The library's output before an abort is not logged."""
     platform.limit_process(cpu_s=None, more_bytes=2 * most + ARENA)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     threading.stack_size(STACK)
-    compile_grammar(COMMON, tokenizer)  # whose pages are no grammar's
+    compile_grammar(COMMON, tokenizer)  # its pages belong to no grammar
     began = platform.resident_bytes(os.getpid())
     stream = socket.socket(fileno=conversation)
     stream.sendall(GO)
@@ -76,7 +76,8 @@ def _vet(conversation: int, most: int, tokenizer: LLTokenizer) -> None:
 
 
 def _outcome(grammar: Grammar, tokenizer: LLTokenizer, stream: socket.socket) -> Vetted:
-    """Return what becomes of a grammar in a thread of its own, while this one looks whether anybody waits for it."""
+    """Compile a grammar in another thread and return the outcome; meanwhile this thread checks that the server still
+    waits for it."""
     said: list[Vetted] = []
     done, tell = os.pipe()
 

@@ -53,7 +53,7 @@ class WorkerCall:
         self.asked: Future[Any] | None = None
 
     def settle(self, result: Any) -> None:
-        with suppress(InvalidStateError):  # whoever waited has gone
+        with suppress(InvalidStateError):  # the waiting caller has gone
             if isinstance(result, BaseException):
                 self.future.set_exception(result)
             else:
@@ -73,11 +73,11 @@ class WorkerGroup:
     """A group of `size` workers made by `start`, all started in the background when the group is made.
 
     Args:
-        what: what to call one in messages: "engine".
+        what: the name of a worker in messages: "engine".
         first: the number of the first slot.
         again: whether a call that its worker did not live to answer is made again; else it raises WorkerLost.
         setup: the calls that each must answer before it gets others, by a key, in order.
-        restarts: how often in a row the worker of a slot may be lost without having answered anything.
+        restarts: how often in a row a slot's worker may be lost without having answered once.
         timeout_s: seconds for a call of `setup`, the first of which waits for the worker's start.
     """
 
@@ -96,7 +96,7 @@ class WorkerGroup:
         self._what, self._start, self._restarts, self._timeout_s = what, start, restarts, timeout_s
         self._again, self._setup = again, dict(setup)
         self._needed: Counter[str] = Counter()  # calls that need a broadcast, by its key
-        self._retracting: dict[str, MethodCall] = {}  # what undoes a broadcast, once nobody needs it
+        self._retracting: dict[str, MethodCall] = {}  # the calls that undo a broadcast, once no call needs it
         self._slots = [Slot(number) for number in range(first, first + size)]
         self._waiting: deque[WorkerCall] = deque()  # for any worker at all
         self._end: GroupwiseError | None = None  # why there will be no more answers
@@ -154,7 +154,8 @@ class WorkerGroup:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _undo(self, key: str, *, done: int = 0) -> None:
-        """So many calls that needed a broadcast are done: undo it, if it is to be and these were the last."""
+        """Count `done` calls that needed the broadcast `key`, and undo the broadcast if it is retracted and none is
+        left."""
         with self._lock:
             self._needed[key] -= done
             if self._needed[key] or key not in self._retracting:
@@ -216,7 +217,7 @@ class WorkerGroup:
                 except (WorkerLost, TimeoutError) as error:
                     worker.end()
                     self._count(slot, str(error) or f"it was not ready within {self._timeout_s:g} s")
-        except Exception as error:  # the boundary of the thread: whoever waits must hear of it
+        except Exception as error:  # the boundary of the thread: the callers that wait must get the error
             known = isinstance(error, GroupwiseError)
             self._give_up(error if known else ClusterError(f"{self._what} {slot.number} cannot be started: {error!r}"))
 
@@ -256,7 +257,7 @@ class WorkerGroup:
             self._threads.submit(self._fill, slot)
 
     def _count(self, slot: Slot, why: str) -> None:
-        """Another worker of this slot is lost. Raises ClusterError if these are too many."""
+        """Count a lost worker of this slot. Raises ClusterError if too many were lost."""
         if self._end is not None:
             return
         slot.losses += 1

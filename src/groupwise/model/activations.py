@@ -105,17 +105,17 @@ class ModelSize:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return self.parameters * self.value_bytes if self.stored is None else self.stored
 
     @property
     def query(self) -> int:
-        """Query features of a token."""
+        """Return the query features of a token."""
         return self.heads * self.head_dim
 
     @property
     def key_value(self) -> int:
-        """Key features of a token, and as many value features."""
+        """Return the key features of a token, which also has as many value features."""
         return self.kv_heads * self.head_dim
 
 
@@ -184,7 +184,7 @@ class _Layer:
 
 
 def activation_bytes(model: ModelSize, shape: PackedShape, training: Training) -> int:
-    """Return bytes at the peak of one micro-batch's forward and backward pass, beside weights and gradients."""
+    """Return the bytes at the peak of a micro-batch's forward and backward pass, without weights and gradients."""
     layer, last = _layer(model, shape, training), _last(model, shape, training)
     kept = kept_bytes(model, shape, training) + _places(model, shape)
     recomputed = layer.attention + layer.mlp if training.checkpointing else 0
@@ -229,7 +229,7 @@ def _layer(model: ModelSize, shape: PackedShape, training: Training) -> _Layer:
     S, H, Q, V, F = shape.tokens, model.hidden, model.query, model.key_value, model.intermediate
     value, exact = model.value_bytes, max(4, model.value_bytes)
     norms = 2 * _norm(model, training, H)
-    if model.query_norms:  # which look at q and k beside v, where they were projected
+    if model.query_norms:  # which read q and k next to v, in the projection's output
         norms += _norm(model, training, Q + V) + (V * value if _in_its_type(model, training) else 0)
     in_attention = _input(model, training, H, 3) + _input(model, training, Q, 1)
     in_mlp = _input(model, training, H, 2) + _input(model, training, F, 1)

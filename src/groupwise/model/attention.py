@@ -2,7 +2,7 @@
 
 A micro-batch is ONE row of S tokens: all prompts, one after the other, then all completions. The model's linear layers,
 norms and MLPs see only that row, so a prompt costs its tokens once however many completions it has, and nothing is
-padded. Attention alone must know who may look at whom, and this file is that knowledge:
+padded. Only attention must know which tokens attend to which, and this file computes that:
 
     prompt token i            attends to   prompt tokens <= i of its prompt
     completion token i        attends to   all tokens of its prompt  and  completion tokens <= i of its completion
@@ -17,10 +17,10 @@ which is softmax over the concatenation. The online-softmax identity: Milakov & 
 sharing a prefix in the forward: arXiv 2402.05099 (Hydragen).
 
 `attention` is registered with transformers under the name `ATTENTION`; a model whose config names it calls it in every
-layer and passes on the `layout` keyword given to the model's forward. `mask` is registered beside it: there the model
-says what each layer's mask is like. Sliding windows (Gemma, Mistral), score soft-capping (Gemma 2), attention sinks
-(gpt-oss) and values of another size than keys (DeepSeek's MLA) are honoured. Whatever else a layer asks for, such as
-chunks or a mask of its own, raises NotImplementedError.
+layer and passes on the `layout` keyword given to the model's forward. `mask` is registered with it: through `mask` the
+model says what each layer's mask is like. Sliding windows (Gemma, Mistral), score soft-capping (Gemma 2), attention
+sinks (gpt-oss) and values of another size than keys (DeepSeek's MLA) are honoured. Whatever else a layer asks for, such
+as chunks or its own mask, raises NotImplementedError.
 
 For that, heads come before tokens and groups before both: queries are gathered into [P, K, G, R, C, D], so that a
 prompt's [G*R*C, D] and a completion's [R*C, D] are views of the same memory.
@@ -141,7 +141,7 @@ def mask(
     so that only the kind is left. None: causal.
 
     transformers gives `local_size` for windows and for chunks, which it reads from the configuration, and has
-    `use_vmap` set where a model changes the rule with a function of its own.
+    `use_vmap` set where a model changes the rule with its own function.
     """
     padded = attention_mask is not None and not bool(attention_mask.all())
     if use_vmap or padded or "allow_is_bidirectional_skip" in kwargs:
@@ -213,7 +213,7 @@ class Lines:
 
     Args:
         lengths: tokens of each line; the lines stand one after another in the packed row.
-        places: for each line its prompt and its place among the lines of that prompt.
+        places: for each line, its prompt and its position among the lines of that prompt.
         owners: of each prompt, ascending from 0; None: all have one.
     """
 
@@ -516,5 +516,6 @@ def _hidden(at_T: Tensor, window: int | None, last: Tensor | None = None) -> Ten
 
 
 def mask_of(hidden: Tensor) -> Tensor:
-    """-inf where hidden, else 0; to be added to scores. Filling them in is many times slower on a CPU."""
+    """Return -inf for hidden keys, else 0, to be added to scores. Filling scores in place is many times slower on a
+    CPU."""
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))

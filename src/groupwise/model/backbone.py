@@ -45,9 +45,9 @@ def project_plainly(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def adapter_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which an adapter is multiplied beside a base of this type, in training and in sampling alike:
-    on a GPU bfloat16 where the base has it, as products in float32 would take as long as the base's; else float32 at
-    least (in float16 small gradients would be 0)."""
+    """Return the type in which an adapter over a base of this type is multiplied, in training and in sampling: on a GPU
+    bfloat16 if the base is in bfloat16, as products in float32 would take as long as the base's; otherwise at least
+    float32 (in float16 small gradients would be 0)."""
     if device.type == "cuda" and dtype == torch.bfloat16:  # gpu-aware
         return dtype
     return torch.promote_types(dtype, torch.float32)
@@ -116,7 +116,7 @@ class Backbone:
         return norm(own.norm, h)
 
     def opening(self, ids_S: Tensor, positions_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the first layer gets: embeddings [S, hidden], cosines and sines [S, 1, D] as `_rotate` takes
+        """Return the inputs of the first layer: embeddings [S, hidden], cosines and sines [S, 1, D] as `_rotate` takes
         them."""
         h = self._own.embed_tokens(ids_S)
         cos, sin = (x[0, :, None] for x in self._own.rotary_emb(h, positions_S[None]))
@@ -184,7 +184,7 @@ class After(NamedTuple):
 
 def checkpoint_layers(model: PreTrainedModel, *, device: torch.device, offload: bool = False) -> None:
     """Have each layer's activations computed again in the backward pass; with `offload` its input is in the CPU's
-    memory until then. Raises ConfigError where `device`, which computes, is no GPU to take it from."""
+    memory until then. Raises ConfigError if `device`, which computes, is not a GPU from which memory can be taken."""
     if offload and device.type != "cuda":  # gpu-aware
         raise ConfigError(
             f"gradient_checkpointing offload moves activations off a GPU, and the model is trained on {device.type}",
@@ -305,7 +305,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _gated(gate_up: Tensor) -> Tensor:
-    """[S, 2F] -> silu(gate) * up [S, F]."""
+    """Return silu(gate) * up [S, F] of [S, 2F]."""
     if _recorded(gate_up):
         return _Gated.apply(gate_up)  # type: ignore[return-value]
     gate, up = gate_up.chunk(2, -1)

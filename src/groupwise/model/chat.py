@@ -64,7 +64,7 @@ def encode_prompt(
     context: int | None = None,
     continues: bool | None = None,
 ) -> Prompt:
-    """`prompt` with its `token_ids`; a prompt that has them already is returned as it is.
+    """Return `prompt` with its `token_ids`; a prompt that has them is returned unchanged.
 
     Messages are rendered with the generation prompt; when the assistant spoke last, its message is left open and the
     completion continues it, unless `continues` is False. `template_kwargs` reach the template (as in
@@ -137,7 +137,7 @@ def place_images(
     ids: Sequence[int], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, before: int = 0
 ) -> list[int]:
     """Return the ids of rendered messages with those of their images in the place of the template's placeholders. What
-    the messages go on from has `before` images. Raises as `Vision.expand`."""
+    the messages continue from has `before` images. Raises as `Vision.expand`."""
     if not (pictures := pictures_in(messages)):
         return list(ids)
     vision = vision_of(tokenizer)
@@ -162,7 +162,7 @@ def bridge_of(
     *,
     tools: Sequence[dict[str, Any]] = (),
 ) -> Bridge | None:
-    """Return the bridge behind the assistant's message that ends `history`, so that a conversation goes on without
+    """Return the bridge behind the assistant's message that ends `history`, so that a conversation continues without
     encoding again what was sampled. None if the template now renders differently what was asked, or drops the message's
     thought.
 
@@ -332,7 +332,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
-    """(thinking, the rest), both stripped; thinking is None when there is none.
+    """Return (thinking, the rest), both stripped; thinking is None without a thought.
 
     The <think> may have been in the prompt, and the </think> may be missing when the completion was cut short.
 
@@ -355,7 +355,7 @@ def configure_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, *, fold
 
     Raises:
         ConfigError: the template cannot be read, or reads no variable of a name that it is told. Switching thoughts off
-            for a model that has none changes nothing, and is no error.
+            for a model that has none changes nothing, and is not an error.
     """
     if chat.template is not None:
         tokenizer.chat_template = _template_of(chat.template, tokenizer, folder)
@@ -370,7 +370,7 @@ def configure_chat(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, *, fold
 
 
 def told_always(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what the tokenizer's template is told of every chat (`configure_chat`)."""
+    """Return the variables that the tokenizer's template gets for every chat (`configure_chat`)."""
     return dict(getattr(tokenizer, TOLD, {}))
 
 

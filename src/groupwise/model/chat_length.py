@@ -34,7 +34,7 @@ def check_length(prompt_ids: Sequence[int], *, max_tokens: int, context: int) ->
 
 
 def least_tokens(characters: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens a text of so many characters has at least: no token stands for more than the longest one
+    """Return how many tokens a text of this many characters has at least: no token stands for more than the longest one
     does."""
     return -(-characters // _longest_token(tokenizer, len(tokenizer)))
 
@@ -53,7 +53,7 @@ def check_messages(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBa
 
 
 def _characters(message: Message) -> int:
-    """Return the characters of a message's content. What is no text is refused where it is rendered."""
+    """Return the characters of a message's content. Content that is not text is refused when it is rendered."""
     content: Any = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
         return len(content)

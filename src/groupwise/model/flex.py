@@ -53,7 +53,7 @@ class Forest:
     Args:
         enter: each token's number, depth-first.
         leave: the first number after those that the token is visible to.
-        positions: where each token stands in its rows; sliding windows count in these.
+        positions: each token's position in its rows, in which sliding windows count.
         segments: makes the segments of the row, for recurrent layers.
     """
 
@@ -174,7 +174,7 @@ class Forest:
 
 
 def _pairs(visible_RT: Tensor) -> Tensor:
-    """Visible pairs of each tile [R / BLOCK, n]."""
+    """Return the visible pairs of each tile [R / BLOCK, n]."""
     return visible_RT.view(len(visible_RT) // BLOCK, BLOCK, -1, BLOCK).sum((1, 3))
 
 
@@ -186,7 +186,7 @@ def _listed(chosen_nn: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _log_sums() -> Any:
-    """Asks the kernel for log sum exp(scores) [1, H, T] beside the output."""
+    """Return the request that has the kernel return log sum exp(scores) [1, H, T] in addition to the output."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     return AuxRequest(lse=True)

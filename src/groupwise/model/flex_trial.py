@@ -43,7 +43,7 @@ def why_not_flex(
     """Return why FlexAttention cannot be used to train this packed model on its device; None if it can.
 
     Args:
-        checkpointing: with gradient checkpointing.
+        checkpointing: whether training uses gradient checkpointing.
         agreed: of processes that run one model together, what any of them found so far.
     """
     if merged_for(model) is BOTH_WAYS:

@@ -2,7 +2,7 @@
 
     id = 2^62 + (first 46 bits of the image's SHA-256) 2^16 + place
 
-An image takes places among a prompt's tokens, as many as its features, and each place has an id of its own. So two
+An image takes places among a prompt's tokens, as many as its features, and each place has its own id. So two
 prompts have equal ids exactly if their texts and images are equal, and everything that compares ids (shared prompts,
 prefix caches, prefix trees, records of rollouts) is right about images without knowing of any.
 

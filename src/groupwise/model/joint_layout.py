@@ -22,7 +22,7 @@ from groupwise.model.transfer import on_device
 
 
 class JointLayout:
-    """The layout of rows that have one each, of so many tokens (`sizes`)."""
+    """The layout of rows that have one each, of this many tokens (`sizes`)."""
 
     def __init__(self, layouts: Sequence[Layout], sizes: Sequence[int], *, device: torch.device | str = "cpu"):
         starts = [0, *accumulate(sizes)]

@@ -1,7 +1,7 @@
 """Loads a causal language model, and finds out what trainer and engine need: context, end tokens, adaptable modules.
 
 `model: starter` is the embedded model; anything else is a local directory or a Hugging Face name and goes through
-transformers' auto classes, with remote code off. The trainer and the engine each get a module tree of their own
+transformers' auto classes, with remote code off. The trainer and the engine each get their own module tree
 (`share_weights`) over the SAME weight tensors, so that adapters inside one never show in the other and the base is in
 memory once.
 """
@@ -54,7 +54,7 @@ from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
 CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
-READ_AS_TEXT = ("llama4", "mllama")  # what is seen would be attended to in chunks, or as rows of its own
+READ_AS_TEXT = ("llama4", "mllama")  # what is seen would be attended to in chunks, or as its own rows
 UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
@@ -77,7 +77,7 @@ class LoadedModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
+        """Return the most tokens that a prompt and its completion may have together."""
         return context_length(self.model.config)
 
     @property
@@ -92,17 +92,17 @@ class LoadedModel:
 
     @property
     def adaptable(self) -> AdaptableModules:
-        """Return what adapters of this model can change."""
+        """Return the modules that adapters of this model can change."""
         return AdaptableModules.of(self.model)
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Return how its routers choose experts; None of a model that is no mixture."""
+        """Return how the model's routers choose experts; None for a model that is not a mixture."""
         return routing_shape(self.model)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
+        """Return the ids that end a completion: the generation config's, the tokenizer's and the chat template's."""
         return stop_ids(self.tokenizer)
 
 
@@ -157,8 +157,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return what sums and log-probabilities are kept in: float64, and float32 on Apple's GPUs, which have nothing
-    wider."""
+    """Return the type of sums and log-probabilities: float64, and float32 on Apple's GPUs, which have nothing wider."""
     return torch.float32 if device.type == "mps" else torch.float64  # gpu-aware
 
 
@@ -242,7 +241,7 @@ def load_model(
 def _quantization_options(
     config: PreTrainedConfig, name: str, kind: str | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a model in 4 or 8 bits; none for any other. Raises ModelError."""
+    """Return the arguments of `from_pretrained` for a model in 4 or 8 bits; empty for any other. Raises ModelError."""
     saved: Any = getattr(config, "quantization_config", None)
     if saved is not None:
         saved = saved if isinstance(saved, dict) else saved.to_dict()
@@ -275,7 +274,7 @@ def empty_model(config: PreTrainedConfig, *, dtype: torch.dtype | None = None) -
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' class by which a model of this configuration is made: that of models of images and text
-    where it sees (Qwen3.5, for which there is a class of its text decoder alone, too), or is no causal language model
+    if it has vision (Qwen3.5, whose text decoder also has its own class), or is not a causal language model
     by itself."""
     sees = getattr(config, "vision_config", None) is not None and config.model_type not in READ_AS_TEXT
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -285,7 +284,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def not_quantised(config: PreTrainedConfig) -> list[str]:
     """Return the full names of the linear layers that quantisation leaves as they are: the LM head, routers, and what
-    takes no adapter because it is no part of the text decoder or is multiplied without being called."""
+    takes no adapter because it is not a part of the text decoder or is multiplied without being called."""
     model = empty_model(config)
     modules, refused = dict(model.named_modules()), AdaptableModules.of(model).refused
     return [
@@ -471,8 +470,8 @@ class AdaptableModules:
 
 
 def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
-    """Return what an adapter with these targets changes: full names of linear modules, of routers, and of the
-    parameters of experts, in the model's order.
+    """Return the modules that an adapter with these targets changes: full names of linear modules, of routers, and of
+    the parameters of experts, in the model's order.
 
     `all-linear` is every linear layer of the text decoder but the LM head: the projections of attention and of dense
     MLPs, shared experts included. It is neither a router nor a routed expert. `experts` is all routed experts, `vision`
@@ -579,7 +578,7 @@ class Head:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _product(self, hidden_NH: Tensor) -> Tensor:
-        """W h + b, [N, V]."""
+        """Return W h + b, [N, V]."""
         if not self.in_float32 or hidden_NH.dtype == torch.float64:
             return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
         bias_V = None if self.bias_V is None else self.bias_V.float()
@@ -615,7 +614,7 @@ def plain_implementation(model: PreTrainedModel) -> str:
 
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which the model runs its own attention on ordinary padded rows."""
+    """Let the model run its own attention on ordinary padded rows inside the block."""
     before, eyes = str(model.config._attn_implementation), attention_of_eyes(model)
     set_attention(model, plain_implementation(model))
     try:

@@ -5,7 +5,7 @@ every later call of the process with the same error, and what the process had on
 (cudaError_t in CUDA's runtime: "the process must be terminated and relaunched"). Memory that ran out, or a wrong
 argument, is not of that kind. HIP has the same numbers.
 
-    lost_device             an error -> `DeviceLostError`, which has exit code 75, or None: the device goes on
+    lost_device             an error -> `DeviceLostError`, which has exit code 75, or None: the device continues
     naming_a_lost_device    the same for a block of code
 """
 
@@ -38,7 +38,7 @@ LOST = frozenset(
 
 
 def lost_device(error: BaseException, device: torch.device) -> DeviceLostError | None:
-    """Return what `error` means if `device` is lost to this process; None where it still computes.
+    """Return a DeviceLostError for `error` if `device` is lost to this process; None if it still computes.
 
     An error whose number (`torch.AcceleratorError`) does not say so, such as one of Triton's or cuBLAS's, has the
     device asked.
@@ -63,7 +63,7 @@ def lost_device(error: BaseException, device: torch.device) -> DeviceLostError |
 
 @contextmanager
 def naming_a_lost_device(device: torch.device) -> Iterator[None]:
-    """Context manager: raises DeviceLostError in the place of any error after which `device` is lost."""
+    """Raise DeviceLostError in place of any error inside the block after which `device` is lost."""
     try:
         yield
     except Exception as error:

@@ -2,7 +2,7 @@
 
     step_size       prompts, completions, tokens, decoding waves, forward passes and optimizer steps of a rollout batch
     memory          bytes of the process, the weights, what is trained, the engine's keys and values, one micro-batch;
-                    of vLLM nothing where it has a process of its own, and its share where it is in this one
+                    of vLLM nothing where it has its own process, and its share where it is in this one
     fitting_tokens  the largest micro-batch for which that stays within `train.memory_gb`, or what a GPU has free
     longest_sample  the most tokens that a prompt and its completion may have together then
 
@@ -10,8 +10,8 @@ Memory is that of the worst batch the configuration admits: the longest prompt e
 `rollout.max_tokens`, and attention's grids either full, or with as much padding as `model.packing` allows.
 `activation_bytes` counts the bytes of one micro-batch; on a CPU, what its allocator holds back is added to them. Of
 several processes it is rank 0's, which has the engine besides: with `train.parallel: fsdp` its share of the weights,
-and what is gathered of them at once (embeddings and LM head, and these or a decoder layer a second time), and the whole
-only where something beside the learner computes with it (`RunConfig.keeps_base`).
+and the weights gathered at once (embeddings and LM head, and these or a decoder layer a second time), and the whole
+base only if something other than the learner computes with it (`RunConfig.keeps_base`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepSize:
     """Forward and backward passes."""
     optimizer_steps: int
     epochs: float | None
-    """Times the dataset is gone through in the whole run; None where nobody knows how many rows it has."""
+    """Passes over the dataset in the whole run; None if the number of rows is not known."""
 
 
 def step_size(
@@ -277,7 +277,7 @@ def _least(config: RunConfig, load: Load) -> int:
 
 
 def _longest_sampled(config: RunConfig, load: Load) -> int:
-    """Return tokens of the longest that is sampled: evaluations may go on for longer than what is trained on."""
+    """Return tokens of the longest that is sampled: evaluations may continue for longer than what is trained on."""
     evaluated = 0 if config.eval is None else config.eval.max_tokens or 0
     return load.longest_prompt + max(config.rollout.max_tokens, evaluated)
 
@@ -314,12 +314,12 @@ def _shards(config: RunConfig, load: Load) -> int:
 
 
 def _linear(model: ModelSize) -> int:
-    """Values of a decoder layer's matrices."""
+    """Return the number of values in a decoder layer's matrices."""
     return model.hidden * (2 * (model.query + model.key_value) + 3 * model.intermediate)
 
 
 def _merged(config: RunConfig, model: ModelSize) -> int:
-    """Merged weights of the policies that sample, as many as the engine keeps."""
+    """Return the bytes of merged weights, for as many policies as the engine keeps."""
     linear = model.layers * _linear(model)
     if not model.lean or model.value_bytes < 4 or model.product:
         return 0

@@ -104,7 +104,7 @@ def _product(experts: Any, name: str, x_N: Tensor, routed: Routed, delta: Expert
 
 
 def by_expert(x_N: Tensor, matrix_EIO: Tensor, routed: Routed) -> Tensor:
-    """[N, in] by E matrices [in, out] -> [N, out], each pair's by that of its expert."""
+    """Multiply [N, in] with E matrices [in, out] to [N, out], each pair with its expert's matrix."""
     if (
         x_N.is_cuda and x_N.dtype == torch.bfloat16 and matrix_EIO.dtype == torch.bfloat16
     ):  # gpu-only: one product of all experts
@@ -115,7 +115,7 @@ def by_expert(x_N: Tensor, matrix_EIO: Tensor, routed: Routed) -> Tensor:
 
 
 def low_rank(x_N: Tensor, a_EIR: Tensor, b_ERO: Tensor, counts: list[int]) -> Tensor:
-    """(x A_e) B_e for the expert e of each pair, [N, out], in the adapter's type."""
+    """Return (x A_e) B_e for the expert e of each pair, [N, out], in the adapter's type."""
     parts = zip(x_N.to(a_EIR.dtype).split(counts), a_EIR.unbind(), b_ERO.unbind(), strict=True)
     products = [(part @ a) @ b for part, a, b in parts if len(part)]
     return torch.cat(products) if products else a_EIR.new_zeros(0, b_ERO.shape[-1])
@@ -203,7 +203,7 @@ class Routers:
     """All routers of a model, in the order of its layers. Only what a forward within `watched` computes is kept.
 
     Routing replay (R3, arXiv 2510.11370): within `replaying` they choose what the sampler's chose for the same tokens,
-    with weights of their own, so that rounding cannot send a token to other experts than those that it was sampled
+    with their own weights, so that rounding cannot send a token to other experts than those that it was sampled
     with. That is of all threads, as the backward pass runs a checkpointed forward again in another one.
     """
 

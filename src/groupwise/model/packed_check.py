@@ -45,7 +45,7 @@ from groupwise.model.load import (
 )
 from groupwise.model.vision import Vision, sample_picture
 
-# What the plain path costs beside the packed one, by benchmarks/plain.py; of prompts it depends on their share.
+# The cost of the plain path compared with the packed one, by benchmarks/plain.py; it depends on the prompts' share.
 PLAIN_COST = "about twice as slow as packed"
 
 Lines = Sequence[tuple[int, int]]  # of completions: whose prompt, and how many tokens
@@ -91,9 +91,9 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def why_twin_not_packed(base: LoadedModel, twin: PreTrainedModel) -> str | None:
-    """Return `why_not_packed(twin)` of what `model.load.share_weights` has made of `base` and nobody has changed since.
-    It is tried once a process for a model of these weights in this type and place: what an engine was told, the learner
-    beside it is told, and the next run of the model."""
+    """Return `why_not_packed(twin)`, for an unchanged twin that `model.load.share_weights` made of `base`. The check
+    runs once per process for these weights, type and device: an engine, its learner and the next run of the model get
+    the same answer."""
     computed = base.model.dtype, Head.of(twin).in_float32, base.device.type
     key = type(twin), Shape.of(base.model.config), base.hash, computed
     if key not in _WHY:

@@ -57,7 +57,7 @@ from groupwise.types import Sample
 
 Family = tuple[list[int], list[Line] | None]  # rows, and their tree where they are packed as one
 
-LANE_TOKENS = 128  # fewer are not worth a thread of their own
+LANE_TOKENS = 128  # fewer are not worth their own thread
 
 MAX_PADDING = 4  # a micro-batch's grid of prompts and completions, as attention pads it, over its token budget
 
@@ -135,7 +135,7 @@ class MicroBatch:
         return on_device(copies, self.input_ids_S.device)
 
     def routed_experts(self) -> Tensor | None:
-        """Return what the sampler chose for the tokens that a forward runs, [layers, S, K], -1 where it is not
+        """Return the sampler's experts for the tokens that a forward runs, [layers, S, K], -1 where it is not
         recorded; None where it is for none of the rows."""
         recorded = [sample.routed_experts for sample in self.samples]
         if not (known := [each for each in recorded if each is not None]):
@@ -192,7 +192,7 @@ class MicroBatch:
 
     @cached_property
     def _trained(self) -> np.ndarray:
-        """Places of the loss tokens among the completion tokens of all rows, one row after another."""
+        """Return the positions of the loss tokens among the completion tokens of all rows, one row after another."""
         return _trained(self.samples)
 
     def per_row(self, values_B: Sequence[float]) -> Tensor:
@@ -205,7 +205,7 @@ class MicroBatch:
 
     @property
     def advantages_N(self) -> Tensor:
-        """The advantage of each loss token: the sample's, times the token's weight where it has weights."""
+        """Return the advantage of each loss token: the sample's, times the token's weight if it has weights."""
         if all(s.weights is None for s in self.samples):
             return self.per_row([s.advantage for s in self.samples])
         advantages = self.per_token([s.weights or (1.0,) * len(s.mask) for s in self.samples])
@@ -214,7 +214,7 @@ class MicroBatch:
 
     @property
     def behaviour_N(self) -> Tensor | None:
-        """Behaviour logprobs of the loss tokens, None unless every sample has them."""
+        """Return the behaviour logprobs of the loss tokens, None unless every sample has them."""
         return self.per_token([s.behaviour_logprobs for s in self.samples])
 
     @property
@@ -258,7 +258,7 @@ def _unfilled(targets: Sequence[tuple[int, float]], width: int) -> list[tuple[in
 
 
 def count_loss_tokens(samples: Sequence[Sample]) -> int:
-    """Loss tokens of a batch: the denominator of token means."""
+    """Return the number of a batch's loss tokens, the denominator of token means."""
     return sum(sum(sample.mask) for sample in samples)
 
 
@@ -565,7 +565,7 @@ def _batches_of_trees(parts: Sequence[tuple[list[int], int]], token_budget: int)
 
 
 def _groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Adjacent rows with equal prompts, cut where they exceed the budget."""
+    """Yield groups of adjacent rows with equal prompts, cut if they exceed the budget."""
     group: list[int] = []
     used = 0
     for row in rows:
@@ -582,7 +582,7 @@ def _groups(samples: Sequence[Sample], rows: Sequence[int], token_budget: int) -
 
 
 def _shape(samples: Sequence[Sample], group: Sequence[int]) -> tuple[int, int, int]:
-    """Prompt tokens, completions, tokens of the longest completion."""
+    """Return the prompt tokens, the completions, and the tokens of the longest completion."""
     return len(samples[group[0]].prompt_ids), len(group), max(len(samples[row].completion_ids) for row in group)
 
 

@@ -109,7 +109,8 @@ def tail_of(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Ta
 
 
 def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Plain text with what the tokenizer adds in front, once (the text may have it already), and nothing behind."""
+    """Encode plain text with the tokens that the tokenizer adds in front, once (the text may have them), and none at
+    the end."""
     ids = tokenizer.encode(text)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and ids[:2] == [bos, bos]:

@@ -11,7 +11,7 @@ disagree. So nothing but weights is rounded here.
 
 transformers decides which layers are quantised (`BitsAndBytesConfig`); `keep_layers` names those that are not: the LM
 head, routers of a mixture, and what is not in the text decoder. Embeddings, norms and fused (3-D) parameters of experts
-are no linear layers and stay in `dtype`, as transformers leaves them.
+are not linear layers and stay in `dtype`, as transformers leaves them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PACKAGE = "bitsandbytes"
 
 
 def bits_config(kind: str, dtype: torch.dtype, *, keep: list[str]) -> BitsAndBytesConfig:
-    """Return what transformers must be told to load a model so.
+    """Return transformers' configuration to load a model so.
 
     Args:
         kind: `nf4` or `int8`.
-        dtype: of everything that is not quantised.
+        dtype: the type of everything that is not quantised.
         keep: full names of the linear layers that are not quantised.
 
     Raises:
@@ -182,7 +182,7 @@ def quantized_layers(model: nn.Module) -> Iterator[QuantizedLinear]:
 
 
 def quantization_of(model: nn.Module) -> str | None:
-    """`nf4`, `int8` (or `fp4`, of a checkpoint), or None: no layer is quantised."""
+    """Return `nf4`, `int8` (or a checkpoint's `fp4`), or None if no layer is quantised."""
     return next((layer.kind for layer in quantized_layers(model)), None)
 
 

@@ -5,7 +5,7 @@
     recurrence      what its rule makes of all tokens so far     gated delta rule: Qwen3-Next, Qwen3.5; state space
                                                                  (Mamba 2): Falcon-H1, Granite 4 hybrid
 
-A packed row is a forest of segments: a prompt, and each completion that goes on where it ends; or, in a prefix tree,
+A packed row is a forest of segments: a prompt, and each completion that continues where it ends; or, in a prefix tree,
 what lies between two forks. A segment starts with the state in which its parent ended, so a prompt's state is computed
 once for its group and gets the gradients of all completions:
 
@@ -55,7 +55,7 @@ class States(Protocol):
         """`rule` along each row of tokens -> its outputs [S, ...].
 
         Args:
-            inputs: of each token [S, ...].
+            inputs: the inputs of each token [S, ...].
             idle: what each input is where there is no token, so that the rule leaves the state as it is.
         """
         ...
@@ -149,7 +149,7 @@ class Segments:
         edge_E, before_EW = self._edges_of(W)
         padded = pad(x_SC, (0, 0, W - 1, 0))
         out = padded[W - 1 :] * weight_CW[:, -1]
-        for j in range(1, W):  # as one row; then anew what is not right so
+        for j in range(1, W):  # as one row; then the positions that this gets wrong are recomputed
             out = out + padded[W - 1 - j : W - 1 - j + S] * weight_CW[:, -1 - j]
         windows_EWC = padded.index_select(0, before_EW.flatten()).view(*before_EW.shape, -1)
         return out.index_copy(0, edge_E, (windows_EWC * weight_CW.T).sum(1))

@@ -45,7 +45,7 @@ def quotable(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def quote(value: Any, texts: tuple[str, ...]) -> Any:
-    """`value` with every one of the texts in its strings (keys too) replaced by its code."""
+    """Return `value` with each of the texts in its strings (also in keys) replaced by its code."""
     if isinstance(value, str):
         return any_of(texts).sub(lambda match: f"{CODE_START}{texts.index(match[0])}{CODE_END}", value)
     if isinstance(value, Mapping):

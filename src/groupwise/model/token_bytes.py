@@ -37,7 +37,7 @@ class TokenBytes(dict[int, bytes]):
         return self[id]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return what these tokens come to."""
+        """Return the text of these tokens."""
         return b"".join(map(self.__getitem__, ids)).decode("utf-8", "replace")
 
 

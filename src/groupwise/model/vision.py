@@ -69,8 +69,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Features:
-    """The tower's output for an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers (Qwen3-VL's
-    deepstack, arXiv 2406.04334)."""
+    """Holds the tower's output for an image: `rows` [n, H], and `deep`, one [n, H] for each of the first layers
+    (Qwen3-VL's deepstack, arXiv 2406.04334)."""
 
     rows: Tensor
     deep: tuple[Tensor, ...] = ()
@@ -90,7 +90,7 @@ class Vision:
     Args:
         model: transformers' model of images and text.
         make_processor: makes its processor.
-        settings: what the processor was made of, as processor_config.json has it.
+        settings: the processor's settings, as in processor_config.json.
 
     Without its model, as it is pickled with a tokenizer, it still makes token ids of images; one process may do that,
     and another, with the same shelf, compute them.
@@ -127,7 +127,7 @@ class Vision:
 
     @cached_property
     def processor(self) -> Any:
-        """Image processor of transformers, made when it is first used."""
+        """Return the image processor of transformers, made on first use."""
         return self._make_processor()
 
     # -- token ids ----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Vision:
         return expanded
 
     def _written(self, seen: Seen) -> Iterator[int]:
-        """Yield what stands for an image, its own tokens with ids of its own."""
+        """Yield what stands for an image, its own tokens with its own ids."""
         place = FIRST + key_of(seen.picture.digest) * PLACES
         for token in seen.written:
             yield place if token == self.token_id else token
@@ -246,7 +246,7 @@ class Vision:
             return {} if self.shelf is None else dict(self._seen)
 
     def learn(self, noted: Mapping[int, Seen]) -> None:
-        """Know images that another process has looked at, with the same shelf."""
+        """Take over the images that another process has read, with the same shelf."""
         with self._lock:
             self._seen |= {key: seen for key, seen in noted.items() if key not in self._seen}
 
@@ -345,8 +345,9 @@ class Vision:
         return told
 
     def see(self, model: PreTrainedModel) -> See:
-        """Return what a second module tree sees: where its eyes train, or the model's do, of which it has a copy, anew
-        for each forward, once for each image; with frozen ones what is kept."""
+        """Return the function that gives a second module tree the features of images. If its vision tower trains, or
+        the model's does, features are computed in each forward, once for each image; otherwise they come from the
+        cache."""
         if self.trains or any(parameter.requires_grad for parameter in parameters_of_eyes(model)):
             return lambda tokens, _: self._once(tokens, lambda token: self.computed(token, model))
         return lambda tokens, _: self._once(tokens, self.features)
@@ -367,7 +368,7 @@ class Vision:
         return [every[token // PLACES] for token in tokens]
 
     def features(self, token: int) -> Features:
-        """Return what the model's tower makes, without a graph, of the image that a token is of."""
+        """Return the model's features of the image that a token belongs to, without a graph."""
         key = (token - FIRST) // PLACES
         with self._lock:
             if (found := self._features.get(key)) is None:
@@ -379,8 +380,8 @@ class Vision:
         return found
 
     def computed(self, token: int, model: PreTrainedModel) -> Features:
-        """Return what the tower of a module tree makes of the image that a token is of. Raises DataError for an image
-        that is not known here."""
+        """Return the features that a module tree's tower computes for the image that a token belongs to. Raises
+        DataError for an image that is not known here."""
         with self._lock:
             seen = self._known(token)
             prepared = self._on_device(seen.picture)
@@ -401,7 +402,7 @@ class Vision:
         return [picture for token in new if (picture := self.picture(token)) is not None]
 
     def prepare(self, picture: Picture) -> None:
-        """Decode an image, and keep it as the tower takes it, for whoever computes it next. Raises ImageError."""
+        """Decode an image, and keep the tower's inputs for the next computation of its features. Raises ImageError."""
         self._keep_inputs(picture, {**self._prepared(picture)[0]})
 
     def _keep_inputs(self, picture: Picture, inputs: dict[str, Any]) -> None:

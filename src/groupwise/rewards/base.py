@@ -10,7 +10,7 @@ A function gets one group, as keyword arguments, each a list with one entry per 
                     all messages after the prompt where it is an episode in an environment
     prompts         the prompt's text, or its messages
     completion_ids  token ids of the completion
-    <column>        every other column of the dataset, under its own name, and what a rollout function returned besides
+    <column>        every other column of the dataset, under its own name, and a rollout function's further columns
 
 and of these only what its signature names, or all with `**kwargs`. It may be async. `args` from the configuration are
 passed on every call, and win over a column of that name. It returns one float per completion, in order; None says
@@ -21,12 +21,12 @@ the metric `reward/<function>/log/<name>`, averaged over each group and then ove
 with `global_step` and `max_steps`.
 
 The reward of a completion is  sum of weight x value  over the functions that apply, and None where none does. A failure
-is not a zero: where a function with a weight raises, returns another number of values, or returns nan, inf or something
-that is no number, the completion's reward is None and its error says why. One call scores one group, so a failure
+is not a zero: if a function with a weight raises, returns another number of values, or returns nan, inf or something
+that is not a number, the completion's reward is None and its error says why. One call scores one group, so a failure
 cannot take down another group; if nothing of a whole batch could be scored, `score` raises RewardError.
 
-With a `RewardPool` (`pool.py`) the functions run in processes of their own, with a deadline; what they are given, and
-what comes of it, is the same. Without, they run in this one: async functions beside each other, the others one after
+With a `RewardPool` (`pool.py`) the functions run in their own processes, with a deadline; what they are given, and
+what comes of it, is the same. Without, they run in this one: async functions concurrently, the others one after
 another; nothing protects from one that hangs, crashes or changes the process, and KeyboardInterrupt is Ctrl-C.
 """
 
@@ -75,7 +75,7 @@ class RewardWorkers(Protocol):
         prompt_id: str,
         state: TrainerState = AT_START,
     ) -> GroupScores:
-        """Return what the function answers for one group of `size` completions; failures are values of the answer."""
+        """Return the function's values for one group of `size` completions; failures are values, too."""
         ...
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class RewardLog:
             self.logged.setdefault((name, metric), []).append(math.fsum(values) / len(values))
 
     def metrics(self) -> dict[str, float]:
-        """reward/<function>/failed, .../failed/<kind> for the kinds that occurred, and .../log/<name>."""
+        """Return reward/<function>/failed, .../failed/<kind> for the kinds that occurred, and .../log/<name>."""
         metrics: dict[str, float] = {}
         for name, counts in self.failures.items():
             metrics[f"reward/{name}/failed"] = float(sum(counts.values()))
@@ -237,7 +237,7 @@ async def score_group(
     log: RewardLog | None = None,
     state: TrainerState = AT_START,
 ) -> RolloutGroup:
-    """`score` for one group, for a caller who goes on with each as soon as it is done; raises nothing for failures."""
+    """Score one group as `score` does, for a caller that uses each group at once; failures do not raise."""
     healthy = [rollout for rollout in group.rollouts if rollout.error is None]
     if not healthy or not functions:
         return group

@@ -70,7 +70,7 @@ class RewardFunction:
         return inspect.signature(self.function)
 
     def missing(self, columns: Iterable[str]) -> list[str]:
-        """Parameters that have no default and that neither the options nor `columns` fill."""
+        """Return the parameters without a default that neither the options nor `columns` fill."""
         given = {*OFFERED, *EXTRAS, *columns, *self.args}
         return [name for name, each in self.parameters().items() if each.default is each.empty and name not in given]
 
@@ -136,9 +136,11 @@ class GroupScores:
 
 
 class FunctionCall:
-    """One call: `begin` runs the function, `answer` reads what it returned, `failed` what it raised.
+    """Makes one call of a reward function: `begin` runs the function, `answer` reads the values that it returned,
+    `failed` reads the error that it raised.
 
-    `columns` is what `RewardFunction.accepted` let through; `size` the number of completions.
+    `columns` are the columns that the function accepts (`RewardFunction.accepted`); `size` is the number of
+    completions.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from groupwise.config.load import load_object
 
 
 def functions_in(module: str, *, folder: str | Path | None = None) -> dict[str, Callable[..., Any]]:
-    """Reference ("module:function") -> function, in the order of the file. Raises LoadError."""
+    """Return functions by reference ("module:function"), in the order of the file. Raises LoadError."""
     loaded = _load_module(module, folder)
     return {
         f"{module}:{name}": function
@@ -28,7 +28,7 @@ def functions_in(module: str, *, folder: str | Path | None = None) -> dict[str, 
 
 
 def built_in() -> Iterator[tuple[str, str]]:
-    """(reference, what it says) of every reward in the package, module by module."""
+    """Yield (reference, description) of every reward in the package, module by module."""
     for module in sorted(each.name for each in pkgutil.iter_modules(rewards.__path__, f"{rewards.__name__}.")):
         for reference, function in functions_in(module).items():
             yield reference, first_sentence(function)

@@ -50,13 +50,13 @@ class CheckResult:
 
     @property
     def verdict(self) -> Severity | Literal["ok"]:
-        """The highest severity among the findings; "ok" without an error or a warning."""
+        """Return the highest severity among the findings; "ok" without an error or a warning."""
         found = {finding.severity for finding in self.findings}
         return "error" if "error" in found else "warning" if "warning" in found else "ok"
 
 
 def by_severity(findings: Iterable[CheckFinding]) -> tuple[CheckFinding, ...]:
-    """Most severe first, otherwise in their order."""
+    """Sort findings, the most severe first, otherwise in their order."""
     return tuple(sorted(findings, key=lambda each: get_args(Severity).index(each.severity)))
 
 
@@ -74,7 +74,7 @@ class RewardCheckReport(CheckResult):
 
 
 def needed_options(function: RewardFunction) -> list[str]:
-    """Keyword-only parameters without a default that nothing fills: options by convention, not columns."""
+    """Return the keyword-only parameters without a default that nothing fills: options by convention, not columns."""
     parameters, only = function.parameters(), inspect.Parameter.KEYWORD_ONLY
     return [name for name in function.missing(GOLD) if parameters[name].kind is only]
 
@@ -221,7 +221,7 @@ def _gold(trial: RewardTrial) -> Iterator[CheckFinding]:
 
 
 def _junk(trial: RewardTrial) -> Iterator[CheckFinding]:
-    """Junk that is paid like an answer; and silence where it is paid best."""
+    """Yield findings about junk that is paid like an answer, and about an empty reply if it is paid best."""
     best = {}
     for each, paid in _payments(trial):
         silent = each.name in ("empty", "blank") and paid > 0
@@ -302,7 +302,7 @@ def _gain(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _payments(trial: RewardTrial) -> Iterator[tuple[Tried, float]]:
-    """Junk that was scored, and how far it gets from the best wrong answer (0, or less) to the best right one (1)."""
+    """Yield the scored junk, with its place between the best wrong answer (0, or less) and the best right one (1)."""
     for each in trial.singles:
         if each.kind == "junk" and isinstance(each.value, float) and each.row in trial.spans:
             low, top = trial.spans[each.row]
@@ -315,7 +315,7 @@ def _equal(first: Sequence[Value], second: Sequence[Value]) -> bool:
 
 
 def _same(first: Value, second: Value) -> bool:
-    """Equal but for what a reward model's arithmetic does in another batch."""
+    """Return whether values are equal up to a reward model's rounding in another batch."""
     if isinstance(first, float) and isinstance(second, float):
         return math.isclose(first, second, rel_tol=1e-3, abs_tol=1e-6)
     return type(first) is type(second)

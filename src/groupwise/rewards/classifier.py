@@ -135,7 +135,7 @@ def _ids(scorer: _Scorer, prompt: Any, completion: Any) -> list[int]:
 
 
 def _broken_up(scorer: _Scorer, text: str) -> str:
-    """<|im_end|> in the text becomes < |im_end|>."""
+    """Break up special tokens in a text: <|im_end|> becomes < |im_end|>."""
     return text if scorer.special is None else scorer.special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 

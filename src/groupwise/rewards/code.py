@@ -13,11 +13,11 @@ The program is the last ```python block of a completion, or else the last block 
     "assert solution(2) == 4"                     any Python tests, as in MBPP, or HumanEval's check(solution)
     {"input": text, "output": text}               with form: stdin, what the script prints when it reads that
 
-Values are compared by `same`: a bool is no number, an integer is met exactly (by an equal float too), and the tolerance
-is for each expected float. Tests written as code mean what Python means by them: there `True == 1` holds.
+Values are compared by `same`: a bool is not a number, an integer is met exactly (by an equal float too), and the
+tolerance is for each expected float. Tests written as code mean what Python means by them: there `True == 1` holds.
 
 What a policy cannot do is pass without being right. The program's box never holds an expected result: it is asked for
-values, over a channel of its own with a number on every question, and these come back as plain data (JSON) and are
+values, over its own channel with a number on every question, and these come back as plain data (JSON) and are
 compared here. So it is no use to print "passed", to exit with status 0, to return an object that is equal to
 everything, to patch `==`, `assert` or `json`, or to look for the tests: a forged answer is an answer like any other.
 Tests written as code run in a second box, in which the calls that they make are questions to the first. What changes
@@ -211,7 +211,7 @@ def code_execution(
 
 @dataclass(frozen=True)
 class _Entry:
-    """The functions that a row's program must define: `named` by the row, or else a `default`."""
+    """Holds the functions that a row's program must define: `named` by the row, or else a `default`."""
 
     named: tuple[str, ...]
     default: str
@@ -432,7 +432,7 @@ class _Examiner:
         return self._boxes.enter_context(Box(spec, channel=True, longest=_LONGEST_ANSWER))
 
     def _tell(self, box: Box, message: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # where nobody reads, nobody answers
+        with suppress(OSError):  # a process that has ended is noticed by its missing answer
             assert box.channel is not None
             box.channel.send(json.dumps(message).encode(), timeout=max(0.001, self.deadline - time.monotonic()))
 

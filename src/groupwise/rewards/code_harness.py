@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON's. Raises TypeError for anything else.
+    """Encode plain data for JSON. Raises TypeError for anything else.
 
     >>> encode([(1, 2), {3: b"x"}])
     [{'tuple': [1, 2]}, {'dict': [[3, {'bytes': '78'}]]}]
@@ -209,7 +209,7 @@ SIGNALS = ("StopIteration", "StopAsyncIteration", "AttributeError")
 
 
 def check(pipe: Pipe) -> None:
-    """Run one test after another, each in a namespace of its own."""
+    """Run one test after another, each in its own namespace."""
     while True:
         request = json.loads(pipe.receive())
         test = Test(request["test"])

@@ -62,7 +62,7 @@ async def _values(
     log_metric: LogMetric | None,
     state: TrainerState | None,
 ) -> list[Values]:
-    """Return the values of all members; async ones run beside each other."""
+    """Return the values of all members; async members run concurrently."""
     size = len(columns["completions"])
     calls = (values_of(member, columns, size=size, log_metric=log_metric, state=state) for member in members)
     return await asyncio.gather(*calls)

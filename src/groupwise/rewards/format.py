@@ -6,7 +6,7 @@ think_format  <think>...</think>, and then an answer
 json_format   JSON, if wanted of a schema (https://json-schema.org)
 regex_match   a pattern occurs in the completion
 
-They say nothing about whether an answer is right: give them a small weight beside a reward that does, or use them in
+They say nothing about whether an answer is right: give them a small weight next to a reward that does, or use them in
 `rewards.ensemble:gated`. Empty, repeated, nested and reversed tags earn nothing.
 """
 

@@ -1,4 +1,4 @@
-"""A judge of the whole group. A vote is one request with all different texts of the group, in an order of its own."""
+"""A judge of the whole group. A vote is one request with all different texts of the group, in its own order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ _SCHEMA_REFUSED = re.compile(r"response_?format|json_?schema|structured|guided|g
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """One vote: a number for each text, higher is better, and the order in which the texts were shown."""
+    """Holds a vote of the judge: a number for each text (higher is better), and the order in which the judge saw the
+    texts."""
 
     values: Sequence[float]
     order: Sequence[int]
@@ -223,20 +224,20 @@ async def group_judge(
     folder: str | None = None,
     log_metric: LogMetric | None = None,
 ) -> list[float]:
-    """Return what the judge makes of each completion beside the others of its group, in [0, 1]: the mean over `votes`.
+    """Return the judge's comparison of each completion with the others of its group, in [0, 1]: the mean over `votes`.
 
     mode `score`  (score - low) / (high - low) on the `scale`, by default [0, 10]
-    mode `rank`   (n - 1 - rank) / (n - 1), ties averaged: the share of the others that it beats, where a tie is half
+    mode `rank`   (n - 1 - rank) / (n - 1), ties averaged: the share of the others that it beats; a tie counts half
 
     A vote is one request with all different completions, shuffled; every second one shows them in the reverse order of
     the vote before; a completion alone takes one vote. The orders follow from `seed` and the texts, so the same group
-    gets the same verdicts, in whatever order it comes. `shuffle` off keeps the group's order. Without `reason` it
-    gives numbers at once, which costs less. With `structured` the answer's form is asked for as a JSON schema;
-    "auto" does without where the server refuses that.
+    gets the same verdicts, in any order. `shuffle` off keeps the group's order. Without `reason` the judge gives only
+    the numbers, which costs less. `structured` requests the answer's form by a JSON schema; "auto" does without if the
+    server refuses that.
 
-    A vote that cannot be had, or read, within `retries`, is lost, and the others decide. Without any the group failed:
-    RewardError, with the first cause; so too above `max_characters` in one request. The `cache_size` newest verdicts
-    are kept in memory and, with `cache`, in that file. Other options as in `judge`. Logs, for each group:
+    A vote that cannot be obtained or read within `retries` is lost, and the other votes decide. Without any vote the
+    group fails: RewardError, with the first cause; so does a request of more than `max_characters`. The `cache_size`
+    newest verdicts are kept in memory and, with `cache`, in that file. Other options as in `judge`. Logs, per group:
 
     disagreement     share of pairs of completions that two votes order differently, a tie against none counts half
     prefers_earlier  share of pairs in which the completion that was shown first wins, a tie counts half: 0.5 is no bias
@@ -372,7 +373,7 @@ class _Poll:
         return await ask_judge(http, question, server=self._server, usage=self._usage)
 
     def cost(self, prices: tuple[float, float] | None) -> dict[str, float]:
-        """Tokens, and what they cost at these prices; nothing where the server does not count."""
+        """Return the tokens, and their cost at these prices; empty if the server does not count them."""
         used = self._usage
         if self._asked and not used.reported:
             return {}

@@ -49,7 +49,7 @@ class JudgeServer:
 
     @property
     def gate(self) -> asyncio.Semaphore:
-        """Return what lets `concurrency` requests to this server run at once, in this event loop."""
+        """Return the limiter that lets `concurrency` requests to this server run at once, in this event loop."""
         gates = _gates.setdefault(asyncio.get_running_loop(), {})
         return gates.setdefault((self.url, self.concurrency), asyncio.Semaphore(self.concurrency))
 
@@ -72,8 +72,8 @@ class JudgeUsage:
 
 
 class JudgeFailure(Exception):
-    """One exchange brought no verdict. `again_after` are seconds, at least; None if it is of no use to ask again.
-    `status` is the server's, where it refused."""
+    """A request to the judge gave no verdict. `again_after` is the least number of seconds until a retry, None if a
+    retry cannot help; `status` is the HTTP status if the server refused the request."""
 
     def __init__(self, cause: str, *, again_after: float | None = None, status: int | None = None):
         super().__init__(cause)
@@ -91,7 +91,7 @@ def configured_server(base_url: str, api_key_env: str | None, *, concurrency: in
     try:
         parts = urlsplit(base_url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number
+    except ValueError:  # brackets without an end, a port that is not a number
         valid = False
     if not valid:
         raise ConfigError(f"base_url is {base_url!r}; it must be a URL", hint="as in https://api.openai.com/v1")
@@ -121,8 +121,8 @@ def http_client(server: JudgeServer) -> httpx2.AsyncClient:
 async def ask_judge(
     http: httpx2.AsyncClient, question: Question[_T], *, server: JudgeServer, usage: JudgeUsage
 ) -> _T | JudgeFailure:
-    """Return what the judge said, read; or why there is nothing. It is asked again while `retries` and `deadline_s`
-    allow."""
+    """Return the judge's verdict; or the reason why there is none. The judge is asked again while `retries` and
+    `deadline_s` allow."""
     async with server.gate:
         end = time.monotonic() + server.deadline_s
         for attempt in itertools.count():

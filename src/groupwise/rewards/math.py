@@ -6,7 +6,7 @@ r"""Ready rewards on mathematical answers. Options are the keyword-only argument
 
     equation_match  the expression has the value of the `answer` column, and uses each of the numbers in `nums` once
 
-All score 1 for right and 0 for wrong, and None for a row without an answer. An expected answer that is no number, or
+All score 1 for right and 0 for wrong, and None for a row without an answer. An expected answer that is not a number, or
 that math-verify cannot read, is a mistake in the dataset: it raises, so that completions count as failed, not as wrong.
 """
 
@@ -45,7 +45,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{...}, braces matched; None without one.
+    r"""Return the content of the last \boxed{...}, braces matched; None without one.
 
     >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -138,7 +138,7 @@ def number_match(
 
 
 def _comparable(said: Quantity, gold: Quantity, unit: str) -> list[tuple[Fraction, Fraction]]:
-    """Pairs of numbers of which one must agree."""
+    """Return pairs of numbers of which one must agree."""
     if unit == "ignored":
         return [(said.value, gold.value)]
     if gold.dimension is not None and said.dimension is not None:
@@ -178,7 +178,7 @@ def equation_match(
     of the row's whole numbers `nums` once and no other (without `nums`, any); else 0. None for a row without an answer.
 
     The expression may end with "= answer". `tag` and `after` (see `rewards.text.answer_part`) choose where to look.
-    Raises ValueError for an answer that is no number.
+    Raises ValueError for an answer that is not a number.
     """
     scores: list[float | None] = []
     for i, (completion, expected) in enumerate(zip(completions, answer, strict=True)):
@@ -232,8 +232,8 @@ def math_match(
     look. The expected answer is LaTeX, plain or boxed, or ends with "#### answer". An answer is wrong if it is longer
     than 2000 characters or is built to take for ever (towers of powers).
 
-    One that takes more than 5 s of CPU time is neither: its score is nan, a failure. This limit works in the main
-    thread; elsewhere the deadline of whoever calls this function is the only one.
+    An answer that takes more than 5 s of CPU time is neither right nor wrong: its score is nan, a failure. This limit
+    works in the main thread; in other threads the caller's deadline is the only limit.
     Raises ValueError for an expected answer that math-verify cannot read.
     """
     scores: list[float | None] = []
@@ -295,8 +295,8 @@ class _TooLate(BaseException):
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Raise _TooLate inside the block after `seconds` of this thread's CPU time, where that is possible: in the main
-    thread, while nobody else uses the process's timer of CPU time."""
+    """Raise _TooLate inside the block after `seconds` of this thread's CPU time, if that is possible: in the main
+    thread, while no other code uses the process's timer of CPU time."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not (in_main_thread and hasattr(signal, "setitimer")) or any(signal.getitimer(signal.ITIMER_VIRTUAL)):
         yield

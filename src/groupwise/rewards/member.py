@@ -2,8 +2,8 @@
 
     {"function": "groupwise.rewards.math:number_match", "args": {"tag": "answer"}}, or only "module:function"
 
-A value is a number, None ("does not apply") or a failure: nan, with a cause. What a member's failure means is for
-whoever combines members to say; it is never a zero.
+A value is a number, None ("does not apply") or a failure: nan, with a cause. The combining reward decides what a
+member's failure means; it is never a zero.
 """
 
 from __future__ import annotations

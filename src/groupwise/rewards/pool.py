@@ -5,8 +5,8 @@
 
 A worker is a fresh interpreter (never a fork of one with threads) that loads the functions by their references and
 answers one call at a time; `workers` of them share the calls in the order in which these come. A call is one function
-on one group, and is answered as soon as it is done. Async functions of all groups share one worker more, in whose event
-loop they run beside each other.
+on one group, and is answered as soon as it is done. Async functions of all groups share one more worker, in whose event
+loop they run concurrently.
 
 The deadline of a call is `timeout_s` times the completions of its group, from when it begins. A worker that misses it,
 or ends, is killed with all its descendants and replaced; the call fails with the cause and what was printed last. Where
@@ -107,7 +107,7 @@ class RewardPool:
         prompt_id: str,
         state: TrainerState = AT_START,
     ) -> GroupScores:
-        """Return what the function answers for one group of `size` completions; failures are values of the answer.
+        """Return the function's values for one group of `size` completions; failures are values, too.
 
         `columns` is what `RewardFunction.accepted` let through. Raises RewardError if the pool is closed.
         """
@@ -122,7 +122,7 @@ class RewardPool:
     async def answer(
         self, name: str, columns: bytes, *, size: int, prompt_id: str, state: TrainerState, together: bool
     ) -> GroupScores:
-        """`call` with what was `pickled`; `together` says that the function of this name is async."""
+        """Call the function `name` on pickled `columns` and return its scores; `together` says that it is async."""
         request = ScoreRequest(
             number=next(self._numbers),
             name=name,

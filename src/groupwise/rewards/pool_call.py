@@ -22,7 +22,8 @@ PATIENCE = 3  # calls of a function that did not answer in time, one after anoth
 
 @dataclass(eq=False)
 class PooledCall:
-    """A call of one function on one group. `again` queues it anew if its worker was lost together with other calls."""
+    """Makes a call of one function on one group. `again` queues the call again if its worker was lost together with
+    other calls."""
 
     request: ScoreRequest
     future: Future[GroupScores]
@@ -80,7 +81,7 @@ class PooledCall:
         self._resolve(GroupScores.failed(f"reward {self.request.name!r} {cause}", kind, self.request.size))
 
     def _resolve(self, answer: GroupScores) -> None:
-        with suppress(InvalidStateError):  # whoever waited has gone
+        with suppress(InvalidStateError):  # the waiting caller has gone
             self.future.set_result(answer)
 
     def _timed_out(self, printed: str) -> None:

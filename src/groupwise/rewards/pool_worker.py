@@ -1,12 +1,11 @@
 """The worker process of a `RewardPool`: loads the functions, answers calls, and restores what a function changed.
 
-Messages, over the channel that it inherits: the first is a pickled {"specs", "folder", "together"}; it is answered with
-{"ready": true} or {"failed": why}. Then come pickled calls, each answered with JSON by `number`, perhaps after what was
-printed. Pickle goes one way
-only, from the parent.
+Messages go over the inherited channel. The first is a pickled {"specs", "folder", "together"}; the worker answers with
+{"ready": true} or {"failed": why}. Pickled calls follow; each is answered with JSON by `number`, perhaps after messages
+with printed text. Pickle goes only from the parent to the worker.
 
-With `together`, calls run as tasks of one event loop, beside each other. Without, one after another in the main thread
-and outside any event loop, so that a function may use signals and `asyncio.run`.
+With `together`, calls run concurrently, as tasks of one event loop. Without, they run one after another in the main
+thread and outside any event loop, so that a function may use signals and `asyncio.run`.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ class RewardWorker:
 
     def _reply(self, request: ScoreRequest, answer: GroupScores) -> None:
         if os.getpid() != self.pid:
-            os._exit(0)  # the function forked, and this is the child that it let go on
+            os._exit(0)  # the function forked, and this is the child that it let continue
         self.surroundings.restore()
         if said := self.prints.message(f"reward {request.name}", whole="scoring.workers=0"):
             self.channel.send(said)

@@ -50,7 +50,7 @@ class Prints:
 
 
 class _Heard:
-    """A text stream whose writer is heard. All else is the stream's."""
+    """Writes to a text stream, and passes each text to `hear`. Everything else is the stream's."""
 
     def __init__(self, stream: TextIO, hear: Callable[[str], None]):
         self._stream, self._hear = stream, hear

@@ -1,9 +1,9 @@
 """Makes the probes with which `groupwise rewards lint` tests a reward: right and wrong answers in every usual form, and
 junk that policies find.
 
-A `ProbePrompt` is a row of a dataset: a prompt, and the answer that is expected. The same forms hold the right and
-the wrong answer, so that a reward that tells them apart does so in at least one form. Everything else is junk: nobody
-would call it an answer, and a policy that is paid for it soon writes nothing else.
+A `ProbePrompt` is a row of a dataset: a prompt and its expected answer. The right and the wrong answer are put into the
+same forms, so that a reward that tells them apart does so in at least one form. All other probes are junk: they answer
+nothing, and a policy that is paid for junk soon writes nothing else.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ GOLD = ("answer", "solution", "gold", "ground_truth", "target", "label", "refere
 
 @dataclass(frozen=True, kw_only=True)
 class ProbePrompt:
-    """A prompt with its expected answer, and one that is wrong. `columns` are a dataset's; `gold_columns` those of them
-    that hold the expected answer."""
+    """Holds a prompt with its expected answer and a wrong one. `columns` are a dataset's columns; `gold_columns` are
+    those with the expected answer."""
 
     prompt: str
     gold: Any
@@ -72,13 +72,13 @@ def tag_form(tag: str) -> str:
 
 
 def filler(count: int) -> str:
-    """`count` words about nothing."""
+    """Return `count` words about nothing."""
     words = _WORDS.split()
     return " ".join(words[i * (1 + i // len(words)) % len(words)] for i in range(count))
 
 
 def junk(row: ProbePrompt) -> dict[str, str]:
-    """Junk completions by name: without an answer, or with tags and filler around a wrong one."""
+    """Return junk completions by name: without an answer, or with tags and filler around a wrong one."""
     plain = {
         "empty": "",
         "blank": " \n\t\n ",
@@ -117,7 +117,7 @@ UNTAGGED = ("bare", "a sentence", "boxed", "after ####")  # forms
 LENGTHS = ("10 words", "100 words", "1000 words")
 
 # What is asked of a reward that compares the completions of a group: the same ones in every place, replies with and
-# without words that say nothing, a wrong reply with and without a grade of its own.
+# without words that say nothing, a wrong reply with and without its own grade.
 PADDING = (
     "I have gone through this once more with care, so that nothing is left out, and I am glad to set it down here in "
     "full. It is a question that deserves a thorough reply, and it has been given due thought from every side. "

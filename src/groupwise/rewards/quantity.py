@@ -5,7 +5,7 @@ r"""Numbers as people and models write them, read exactly: the last one of a tex
 
 Digits are ASCII digits. What is not clearly one number is not guessed at: a power (7^2), a date, a denominator of 0,
 an exponent of more than three digits, more than 100 characters. Units are few and everyday ones, in the tables below;
-any other word behind a number is no unit. Reading takes time linear in the text.
+any other word after a number is not a unit. Reading takes time linear in the text.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _plain(text: str, *, begins: bool) -> str:
     if not text.isascii():
         text = re.sub(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})", ",", text)
         text = re.sub("[¼-¾⅐-⅞]", lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/"), text)
-    if "-" in text:  # a sign may stand apart, behind an operator or an opening bracket, or before a bracket of its own
+    if "-" in text:  # a sign may stand apart, behind an operator or an opening bracket, or before its own bracket
         text = re.sub(
             r"(?<![\w)\]}.])-[ \t]*(?:\\left)?[({\[$][ \t]*([0-9][0-9.,/]{0,50})[ \t]*(?:\\right)?[)}\]$]", r"-\1", text
         )
@@ -307,7 +307,7 @@ def _with_unit(value: Fraction, text: str, end: int) -> tuple[Quantity, int]:
 
 
 def _unit(match: re.Match[str], sign: int, text: str) -> tuple[str, int, Fraction] | None:
-    """Dimension, power and factor of one named unit; None if it is none."""
+    """Return dimension, power and factor of a named unit; None if it is not a unit."""
     word, name, raised = match.groups()
     known = _UNITS.get(name) or (_UNITS.get(name.casefold()) if len(name) > 1 else None)
     if known is None or (name == "in" and re.match(r"\s+\w", text[match.end() : match.end() + 20])):

@@ -4,16 +4,16 @@
     outcome.status, outcome.stdout                # ("ok", "cba\\n")
 
 Everywhere a box has: CPU seconds, address space, size of a file, processes and open files limited by the kernel
-(setrlimit); a wall clock; an empty environment and a directory of its own that is removed; no terminal; output of which
+(setrlimit); a wall clock; an empty environment and its own directory that is removed; no terminal; output of which
 more than a bound is never held; no privilege to be gained (no_new_privs); and an end in which every descendant is
-killed, also one in a session of its own, also when the owner is killed with SIGKILL.
+killed, also one in its own session, also when the owner is killed with SIGKILL.
 
 `isolation()` says which of the following this machine has besides, and `groupwise doctor` shows it:
 
 namespaces  no network, not even loopback; no sight of other processes; and of the files only Python, /usr and the like,
             read-only. Datasets, home directories, credentials and the sockets of other programs are not there. Files
-            that it writes are in memory, `disk_mb` and a file a page in all. Where the owner is root, the program is a
-            user that nobody else is.
+            that it writes are in memory, `disk_mb` and a file a page in all. If the owner is root, the program runs as
+            a user that no other process has.
 filtered    system calls that a program does without are refused (seccomp): sockets of another family than AF_UNIX, of
             which some lead out of a network namespace (AF_VSOCK, to the machine's host); new namespaces, in which it
             would have every capability; memory beside its address space (memfd, System V); io_uring, BPF, keys
@@ -28,7 +28,8 @@ namespaces it does not protect from malice at all: the program reads and writes 
 stop that user's processes; without the filter it also has the network.
 `ProgramResult.isolated` says which it was, and `require_isolation` refuses to run without namespaces.
 
-POSIX only. A box costs two starts of Python, about 50 ms. Code in it sees the installed packages, not what lies beside.
+POSIX only. A box costs two starts of Python, about 50 ms. Code in it sees the installed packages, not the files next to
+the caller's.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Limits:
     processes: int = 32
     open_files: int = 64
     output_bytes: int = 1 << 20
-    """Of stdout, and of stderr; a program that prints more is ended."""
+    """The most bytes of stdout, and of stderr; a program that prints more is ended."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -92,13 +93,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    """Result of running a program.
+    """Holds the result of running a program.
 
-    `status`: "ok" (exit code 0), "error" (another), "timeout" (wall clock or CPU), "memory" (it ended with a
-    MemoryError, or with its box, which had used all that it may), "output" (it printed too much), "killed" (by a
-    signal, or for too many processes), "lost" (by SIGKILL at none of its limits: somebody else's doing, such as the
-    kernel's where memory is short; its own only where system calls are not filtered). Output is what was printed before
-    that.
+    `status`: "ok" (exit code 0), "error" (another exit code), "timeout" (wall clock or CPU), "memory" (the program
+    ended with a MemoryError, or its box used all its memory), "output" (too much output), "killed" (by a signal, or for
+    too many processes), "lost" (SIGKILL without having reached a limit: the kernel when memory is short, or another
+    process; the program itself only if system calls are not filtered). `stdout` and `stderr` have the output up to the
+    end.
     """
 
     status: Status
@@ -120,7 +121,7 @@ class Isolation:
     own_user: bool
     """The program is another user than the owner (who is root)."""
     filtered: bool = False
-    """No sockets but Unix', no new namespaces, no memory beside the address space."""
+    """No sockets but Unix', no new namespaces, no memory outside the address space."""
     group: str | None = None
     """The control group in which each box has one of its own; None where there is none to be had."""
     reason: str = ""
@@ -233,7 +234,7 @@ def python(script: str) -> tuple[str, ...]:
 
 
 def checked_isolation(required: bool) -> Isolation:
-    """`isolation()`. Raises SandboxError if it is `required` and there is none."""
+    """Return `isolation()`. Raises SandboxError if isolation is `required` and there is none."""
     level = isolation()
     if required and not level.namespaces:
         what = "files" if level.filtered else "files and network"
@@ -381,7 +382,7 @@ class Channel:
         self.longest = longest
 
     def send(self, message: bytes, *, timeout: float | None = None) -> None:
-        """Raise TimeoutError, or OSError where nobody reads any more."""
+        """Send a message. Raises TimeoutError, or OSError if the other end is closed."""
         self.socket.settimeout(timeout)
         self.socket.sendall(len(message).to_bytes(LONGEST_LENGTH, "big") + message)
 
@@ -473,7 +474,7 @@ class Box:
         return None
 
     def output(self, *, timeout: float) -> str:
-        """Return what the program printed last. For one of which the last output is kept."""
+        """Return the end of the program's output, if the last output is kept."""
         self._write(b"t")
         told = self._line(time.monotonic() + timeout)
         return told.get("stdout", "") + told.get("stderr", "")

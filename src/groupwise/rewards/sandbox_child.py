@@ -5,7 +5,7 @@
     owner <--stdout-- keeper    a line of JSON for each "t", and {"end": ...} when everything in the box is dead
 
 It forks the program, reads what it prints (keeping a bounded part), watches limits and owner, and ends it with all its
-descendants, also those in sessions of their own. With namespaces that is done by the kernel: the program's init is
+descendants, also those in their own sessions. With namespaces that is done by the kernel: the program's init is
 process 1 of a process namespace, and when that one goes, all go. Without, orphans become the keeper's children
 (PR_SET_CHILD_SUBREAPER) and are looked up in /proc.
 
@@ -194,7 +194,7 @@ class Keeper:
             call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def _watch(self, child: int, started: float) -> str | None:
-        """Until the program ends (None), or has to: "wall", "output", "processes" or "closed"."""
+        """Wait until the program ends (None), or must be ended, for "wall", "output", "processes" or "closed"."""
         pidfd = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
         wall_s = self.limits.get("wall_s")
         processes = None if self.counted or self.group or not LINUX else self.limits.get("processes")
@@ -375,7 +375,7 @@ def sweep(child: int, known: tuple[int, float]) -> tuple[int, float]:
 
 
 def descendants() -> list[int]:
-    """Children, their children and so on, of this process."""
+    """Return this process's children, their children and so on."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -401,8 +401,8 @@ def die_with_parent() -> None:
 
 
 def own_user() -> int:
-    """Return a user id that nobody else has while this process runs: what it may do, and how many processes it has, are
-    its own. For root only. Some containers have no more than 65536 users."""
+    """Return a user id that no other process has while this one runs, so that its rights and its number of processes
+    are its own. For root only. Some containers have no more than 65536 users."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     many = any(first <= MANY_USERS < first + count for first, _, count in ranges)
@@ -416,7 +416,7 @@ def become(user: int) -> None:
 
 
 def drop_privileges() -> None:
-    """No capability, also for root, and none to be gained."""
+    """Drop all capabilities, also as root, and prevent gaining new ones."""
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for those that there are not, and where none are held
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -468,7 +468,7 @@ class ControlGroup:
             file.write(str(value))
 
     def enter(self) -> None:
-        """This process goes in, and its children will be born there."""
+        """Move this process into the group, in which its children then start."""
         os.write(self._door, b"0")
         os.close(self._door)
 
@@ -477,7 +477,7 @@ class ControlGroup:
             return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in file)
 
     def remove(self) -> None:
-        """Once all its processes are dead, which takes the kernel a moment."""
+        """Remove the group when all its processes are dead, which takes the kernel a moment."""
         deadline = time.monotonic() + SWEEP_S
         while time.monotonic() < deadline:
             try:
@@ -494,14 +494,14 @@ class ControlGroup:
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # which of the numbers, and the kernel's own name
 X32 = 0x40000000  # and more: the numbers of another ABI of x86_64
-ABSENT = (  # "not implemented": who would like to have them goes on without
-    *((319, 279), (447, 447)),  # memfd_create, memfd_secret: memory in nobody's address space, as in the next lines
+ABSENT = (  # "not implemented": who would like to have them continues without
+    *((319, 279), (447, 447)),  # memfd_create, memfd_secret: memory outside every address space, as in the next lines
     *((29, 194), (68, 186), (64, 190)),  # shmget, msgget, semget
     (278, 75),  # vmsplice: pages given to a pipe
     *((425, 425), (426, 426), (427, 427)),  # io_uring, by which filters are got round
     *((321, 280), (323, 282), (298, 241)),  # bpf, userfaultfd, perf_event_open
     *((248, 217), (249, 218), (250, 219)),  # keys
-    (435, 435),  # clone3, whose flags cannot be looked at; glibc goes on to clone
+    (435, 435),  # clone3, whose flags cannot be looked at; glibc continues to clone
 )
 REFUSED = ((272, 97), (308, 268))  # unshare, setns: in a namespace of users of its own it would have every capability
 SOCKETS = ((41, 198), (53, 199))  # socket, socketpair: families such as AF_VSOCK lead out of a network namespace
@@ -612,7 +612,7 @@ def give(directory: str, user: int) -> None:
 
 
 def make_root(shown: list[str], *, disk_mb: int, workspace: str | None = None) -> None:
-    """Make a root of its own: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five
+    """Make its own root: the system's programs and `shown`, read-only; an empty /tmp in memory; /proc and five
     devices; and `workspace`, which may be written.
 
     Everything else of the machine's files, home directories and sockets among them, is not there.
@@ -653,7 +653,7 @@ def make_writable(*paths: str, disk_mb: int) -> None:
 
 
 def outermost(paths: list[str]) -> list[str]:
-    """Without those that lie within another."""
+    """Return the paths without those that lie within another."""
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
         if not any(f"{path}/".startswith(f"{other}/") for other in kept):

@@ -30,7 +30,7 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def answer_part(text: str, *, tag: str | None = None, after: str | None = None) -> str | None:
-    """Return what of a completion is looked at: all of it by default; None where `tag` is asked for and is not there.
+    """Return the part of a completion that is compared: by default all; None if `tag` is set and missing.
 
     With `after` (such as "</think>") it is the text behind its last occurrence, or all where it does not occur; with
     `tag` the text in the last <tag>...</tag> of that.
@@ -169,7 +169,8 @@ def _f1(said: list[str], gold: list[str]) -> float:
 
 
 def _common(said: list[str], gold: list[str]) -> int:
-    """Length of the longest common subsequence, an element of `said` at a time in bits of `gold` (Hyyrö 2004)."""
+    """Return the length of the longest common subsequence, an element of `said` at a time in bits of `gold` (Hyyrö
+    2004)."""
     places: dict[str, int] = {}
     for i, word in enumerate(gold):
         places[word] = places.get(word, 0) | 1 << i

@@ -37,7 +37,8 @@ NOTHING = ("empty", "10 words", "<think> and nothing inside")  # junk
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One probe: a completion and what the function gave it (a number, None if it does not apply, or a Failure)."""
+    """Holds a probe's result: the completion, and the function's value for it (a number, None if the reward does not
+    apply, or a Failure)."""
 
     row: int
     kind: Kind
@@ -47,7 +48,7 @@ class Tried:
 
     @property
     def probe(self) -> str:
-        """The probe's name in messages."""
+        """Return the probe's name in messages."""
         return self.name if self.kind == "junk" else f"{self.kind}, {self.name}"
 
 
@@ -62,7 +63,7 @@ class ComparisonTrial:
 
     @property
     def spread(self) -> float:
-        """From the least to the most that anything got."""
+        """Return the difference between the highest and the lowest value."""
         lists = (*self.by_place, *self.padded, *self.pleading)
         values = [each for values in lists for each in values]
         return max(values, default=0.0) - min(values, default=0.0)
@@ -91,7 +92,7 @@ class RewardTrial:
 
     @cached_property
     def numbers(self) -> Mapping[tuple[int, str, str], float]:
-        """(row, kind, name) -> number, of the probes that got one alone."""
+        """Return the numbers by (row, kind, name) of the probes that got one alone."""
         return {(t.row, t.kind, t.name): t.value for t in self.singles if isinstance(t.value, float)}
 
     @cached_property
@@ -157,7 +158,7 @@ class _Caller:
         return answer.values
 
     async def choose_style(self) -> None:
-        """Chat messages, or plain text where the function can read only that."""
+        """Choose chat messages, or plain text if the function can only read that."""
         row, text = self.trial.rows[0], answers(self.trial.rows[0].gold)["bare"]
         [as_chat] = await self.ask([text], row, gold=row.gold)
         if isinstance(as_chat, Failure) and not self.trial.lost:

@@ -67,7 +67,7 @@ class LaneCall(Protocol):
         ...
 
     def unstarted(self, why: str) -> None:
-        """No worker could be started for the call."""
+        """Fail the call, because no worker could be started for it."""
         ...
 
     def lost(self, loss: Loss) -> None:
@@ -88,8 +88,8 @@ class _Begun:
 
 
 class Lane(threading.Thread):
-    """One worker and the thread that speaks with it, with at most `capacity` calls in flight. A call is late `grace_s`
-    after its deadline."""
+    """Runs a thread that sends calls to one worker process, at most `capacity` at the same time. A call that has no
+    answer `grace_s` after its deadline is late."""
 
     def __init__(self, worker: WorkerProcess, waiting: deque[Any], *, capacity: int, grace_s: float = 0.0):
         super().__init__(name="worker-lane", daemon=True)
@@ -166,7 +166,7 @@ class Lane(threading.Thread):
         return min(begun.overdue for begun in self.running.values())
 
     def _listen(self) -> None:
-        """Until something happens: a new call, an answer, a missed deadline, the worker's end."""
+        """Wait for an event: a new call, an answer, a missed deadline, the worker's end."""
         watched = [self._woken, *self.worker.sockets]
         ready = select.select(watched, [], [], self._patient_for())[0]
         if self._woken in ready:

@@ -72,7 +72,7 @@ class Components:
     teacher: Teacher | None
     eval_prompts: tuple[Prompt, ...]
     load: Load | None  # what the memory that the run may take was compared with
-    settings: ExitStack  # the process's, put back at last; of runs beside others, whoever opened them does that
+    settings: ExitStack  # the process's, put back at last; for runs trained together, their opener does that
 
     def __enter__(self) -> Components:
         return self
@@ -93,8 +93,8 @@ class Components:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Holds what runs that are trained beside each other share: the base model (None: the first of them loads it), how
-    many of torch's threads each may have, which are the process's, and where their learners meet."""
+    """Holds the things that runs trained together share: the base model (None: the first run loads it), torch's threads
+    for each run, and the joint passes of their learners."""
 
     base: LoadedModel | None
     threads: int
@@ -123,12 +123,12 @@ def open_components(
 ) -> Components:
     """Load the model and make engine, learner, reward workers and batches. Use it in a `with`, or close it.
 
-    With `ranks` the learner leads those of the other processes; `remote` replaces the engine, the reward workers and
-    perhaps the environments. `say` is told what is waited for, where that takes a while. Engine and learner make module
-    trees of their own over the base, so that runs `beside` each other have one between them.
+    With `ranks` the learner leads the other processes' learners; `remote` replaces the engine, the reward workers and
+    perhaps the environments. `say` reports long waits. Engine and learner make their own module trees over the base, so
+    that runs trained together (`beside`) share one base.
 
-    Until it is closed the calling thread computes alone: of the threads of a process one has OpenMP's helpers, the
-    engine's (`LocalEngine`).
+    Until the components are closed the calling thread computes with one thread: only one thread of a process has
+    OpenMP's helpers, and that is the engine's (`LocalEngine`).
 
     Raises ModelError, ConfigError, ContextLengthError.
     """
@@ -218,9 +218,9 @@ def open_engine(
     starters: Starters | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Sampler:
-    """Return what samples. With vLLM the local engine is what versions are checked against, or the `learner` where no
-    process has the whole base (`RunConfig.keeps_base`); `starters` say who starts its servers, and `say` is told while
-    they are waited for. The local engine takes turns with those `beside` it."""
+    """Return the run's sampler. With vLLM, versions are checked against the local engine, or against the `learner` if
+    no process has the whole base (`RunConfig.keeps_base`); `starters` start its servers, and `say` reports the wait for
+    them. The local engine takes turns with the engines of the runs trained together with this one (`beside`)."""
     apart = learner if base.device.type == "meta" else None
     scores = None if apart is None else LearnerScores(apart)
     if scores is not None and config.never_samples:
@@ -334,7 +334,8 @@ def _fitted(
 
 
 def open_envs(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Environments | None:
-    """Return what makes the environments of episodes, in `env.workers` processes if any; None where none are played."""
+    """Return the maker of episodes' environments, in `env.workers` processes if any; None if the run has no
+    environment."""
     env, config = plan.env, plan.config.env
     if config is None or env is None:
         return None
@@ -369,8 +370,8 @@ def open_learner(
     parts: Parts | None = None,
     beside: Beside | None = None,
 ) -> Learner:
-    """Return the learner of a run, which computes with those `beside` it, or, with `ranks`, this process's of several,
-    which reads `parts` if there are any. Raises ConfigError."""
+    """Return the learner of a run. It computes together with the learners of `beside`; with `ranks` it is this
+    process's part of a learner on several processes, and reads `parts` if given. Raises ConfigError."""
     train, algo = config.train, config.algo
     strategy = None if beside is None else Joined(beside.passes)
     if ranks is not None:
@@ -406,10 +407,10 @@ def open_learner(
 
 
 def open_scorer(plan: RunPlan, *, remote: RemoteBackends | None = None) -> Scorer:
-    """Return the run's rewards, in the processes that `scoring` asks for; to be closed. The processes know those of
-    `eval.rewards` too (`Scorer.beside`), and reward models are loaded there now.
+    """Return the run's rewards, in the processes that `scoring` configures; close the scorer at the end. The processes
+    also have the rewards of `eval.rewards` (`Scorer.beside`), and load reward models now.
 
-    Raises RewardError for one that cannot be.
+    Raises RewardError for a reward model that cannot be loaded.
     """
     own = [function.spec for function in (*plan.rewards, *plan.eval_rewards) if function.spec is not None]
     specs = [*own, *reward_models(own)]

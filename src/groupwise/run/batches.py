@@ -11,7 +11,7 @@ and this one rule is every way to run:
     weight_sync_interval 1    staleness 0: P groups and then none before the next sync: on-policy
     weight_sync_interval N    staleness N - 1: the N P groups of a window are sampled by one version, train as they
                               arrive, and are used up when the next version comes
-    max_staleness S           staleness S: sampling goes on while training does
+    max_staleness S           staleness S: sampling continues while training does
     weight_sync_interval 0    no sync ever; sampling is kept a few steps ahead
 
 A group's age counts from the version that it was begun with, which drew its oldest tokens, also where newer versions
@@ -112,7 +112,7 @@ class Batches:
         source: the prompts; each is resolved once it was trained on or given up.
         play: makes a group of each.
         score: a group with its rewards; failures are in it, not raised.
-        weights: of the reward functions, by name; 1 each if it is None.
+        weights: the weights of the reward functions, by name; None: 1 each.
         keep_flat: groups of equal rewards have a gradient too, through another term of the loss.
     """
 
@@ -191,7 +191,8 @@ class Batches:
         self._replay.add(groups, self.done - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the groups under way, whose prompts come first after `load_state_dict`; goes through JSON."""
+        """Return everything but the groups under way, whose prompts come first after `load_state_dict`; fit for
+        JSON."""
         return {
             "done": self.done,
             "source": self._source.cursor,
@@ -200,7 +201,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; `sync` says which policy the sampler has. Raises DataError if it does not fit."""
+        """Continue from `state_dict`; `sync` is the sampler's policy. Raises DataError if the state does not fit."""
         self._source.restore(state["source"])
         self._replay.load_state_dict(state["replay"])
         self._reroll.load_state_dict(state["reroll"])
@@ -211,7 +212,7 @@ class Batches:
         return {flight.version for flight in self._in_flight if flight.group is None}
 
     def metrics(self) -> dict[str, float]:
-        """Return what waits to come back, where anything can."""
+        """Return the metrics of the replay buffer, of the prompts to try again, and of the prompts' source."""
         replay = self._replay.metrics(self.done) if self._replay.size else {}
         return replay | (self._reroll.metrics() if self._reroll.max_groups else {}) | self._source.metrics()
 
@@ -233,7 +234,7 @@ class Batches:
 
     @property
     def _due(self) -> int:
-        """The last count of steps done at which a group that is begun now may be given to a step."""
+        """Return the last number of finished steps at which a group that begins now may still be given to a step."""
         newest = self.done if self._pace.never_synced else self.synced
         return min(newest + self._pace.staleness, self._pace.steps - 1)
 
@@ -329,7 +330,7 @@ class Batches:
         most = min(count, self._reroll.max_groups - self._rerolled)
         for id in self._reroll.pop(self.done / self._pace.steps, most=most):
             prompt = self._play.prepare(self._source.prompt(id))
-            seed = seed_of(self._seed, id, self._reroll.tries(id))  # the same again where a run goes on
+            seed = seed_of(self._seed, id, self._reroll.tries(id))  # the same again where a run continues
             drawn.append(_DrawnPrompt(prompt=prompt, issued=None, seed=seed))
             self._rerolled += 1
         passed_over = 0

@@ -305,7 +305,7 @@ def _try_step(plan: RunPlan, parts: Components, groups: Sequence[RolloutGroup], 
 
 
 def _drop(learner: Learner, samples: Sequence[Sample], temperature: float) -> float:
-    """By how many nats a token the samples are less likely now than when they were sampled."""
+    """Return the nats per token by which the samples are less likely now than when they were sampled."""
     return logprob_drop(
         samples,
         [sample.behaviour_logprobs or () for sample in samples],
@@ -342,7 +342,7 @@ def _too_long(config: RunConfig, *, context: int) -> str:
 async def _try_out(
     prompts: Sequence[Prompt], plan: RunPlan, parts: Components
 ) -> tuple[tuple[RolloutGroup, ...], float]:
-    """Scored groups, and the seconds in which they were sampled. What is done once only is not timed."""
+    """Sample and score trial groups; return them, and the seconds that this took without the first start."""
     first = replace(plan.config.rollout.sampling(), max_tokens=1)
     if plan.env is None:
         await play_all(parts.rollouts, prompts[:1], seeds=[0], n=1, params=first, version=PolicyVersion.base())
@@ -390,10 +390,10 @@ async def _try_answers(groups: Sequence[RolloutGroup], parts: Components) -> str
 
 
 async def _try_junk(groups: Sequence[RolloutGroup], plan: RunPlan, parts: Components) -> str | None:
-    """Return the first case in which the run's rewards together pay like an answer what nobody would call one. The
-    expected answers of the trial prompts, each also as the wrong one of another, say what an answer gets.
+    """Return the first case in which the run's rewards together pay for junk as for an answer. The reward of an answer
+    is measured with the trial prompts' expected answers; another prompt's answer serves as the wrong one.
 
-    Rewards that wait for something (async ones, as judges are) are not asked: each call may cost money.
+    Runs with async rewards, such as judges, are not tried, because each call may cost money.
     """
     column = next((name for name in GOLD if all(_is_given(group.prompt.columns.get(name)) for group in groups)), None)
     if column is None or any(function.is_async for function in plan.rewards):

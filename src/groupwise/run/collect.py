@@ -10,7 +10,8 @@ from groupwise.types import Rollout, RolloutGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """One step's groups. `groups` will be trained on; `sampled` is every group drawn for it, for the statistics."""
+    """Holds a step's groups: the step trains on `groups`; `sampled` has every group sampled for the step, for the
+    statistics."""
 
     groups: tuple[RolloutGroup, ...]
     sampled: tuple[RolloutGroup, ...]

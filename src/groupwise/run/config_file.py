@@ -66,7 +66,7 @@ class LoadedRun:
         raise ConfigError(f"{self.document.name} asks for what is not in this version:{listed}", hint=hint)
 
     def origins(self) -> Iterator[tuple[str, Any, str]]:
-        """(key, effective value, where it comes from) of every key; "default" where nothing was said."""
+        """Yield (key, effective value, origin) of every key; the origin is "default" if the key was not set."""
         for keys, value in _leaves(self.config.model_dump(mode="json"), ()):
             said = _is_said(self.document.data, keys)
             yield dotted(keys), value, self.document.origin(keys) or "given" if said else DEFAULT
@@ -191,7 +191,7 @@ def _count_cases(config: EnvConfig, model: str, folder: Path) -> int | None:
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values that are no sections, with their keys; arguments of functions are one value."""
+    """Yield the values that are not sections, with their keys; arguments of functions are one value."""
     inside = isinstance(value, dict) and keys[-1:] != ("args",)
     if inside:
         for key, each in value.items():

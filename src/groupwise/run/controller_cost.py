@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 TAKEN_IN = {"answers": 0.34, "texts": 0.12}  # of vLLM's servers: HTTP and JSON, and the text of each completion
-STREAMED = 2.4  # answers, where completions go on under newer versions
+STREAMED = 2.4  # answers, where completions continue under newer versions
 ALWAYS = {"rewards": 0.03, "samples": 0.03, "metrics": 0.07}
 WRITTEN, WRITTEN_AS_READ = 0.37, 0.10  # rollouts: their numbers printed, or written as vLLM's servers wrote them
 SENT, EACH_HOP = 0.05, 0.015  # an order that other ranks get: made, and sent on once for every doubling of the ranks
@@ -19,7 +19,7 @@ SHARED_OUT, PACKED = 0.06, 0.27  # which rank has what; all of it packed, of whi
 
 
 def controller_seconds(tokens: float, *, ranks: int, servers: bool, streamed: bool = False) -> dict[str, float]:
-    """Return processor seconds of rank 0 by part, for a step of so many completion tokens that `ranks` train.
+    """Return processor seconds of rank 0 by part, for a step of this many completion tokens that `ranks` train.
     `servers`: vLLM's sample them, and not an engine in this process; `streamed`: and tell them as they come.
 
     >>> round(sum(controller_seconds(1e6, ranks=64, servers=True).values()), 2)

@@ -71,7 +71,7 @@ class Curriculum(WrappedStream):
         return issued
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Learn from scored groups, each once and when it is fresh; one without any reward says nothing."""
+        """Learn from scored groups, each once and when it is fresh; a group without rewards is ignored."""
         for group in groups:
             rewards = [r.reward for r in group.rollouts if r.reward is not None and math.isfinite(r.reward)]
             if not rewards:
@@ -104,7 +104,7 @@ class Curriculum(WrappedStream):
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Continue where `cursor` was taken; from one of a run without a curriculum, nothing is known yet.
 
-        Raises DataError when the dataset has another number of rows, or for what is no cursor.
+        Raises DataError when the dataset has another number of rows, or for a value that is not a cursor.
         """
         state = cursor.get("curriculum") or {"means": {}, "range": None, "passed_over": 0}
         try:
@@ -137,5 +137,5 @@ class Curriculum(WrappedStream):
 
 
 def _hash(*parts: object) -> int:
-    """64 bits that are the same in every process."""
+    """Return 64 bits that are the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

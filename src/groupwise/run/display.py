@@ -88,7 +88,7 @@ def open_display(total_steps: int, *, stream: TextIO | None = None) -> Display:
 
 
 def live_console(stream: TextIO) -> Console | None:
-    """Return a console on a terminal that can move its cursor; None where the stream is no such."""
+    """Return a console on a terminal that can move its cursor; None if the stream is not one."""
     console = Console(file=stream, highlight=False)
     # not console.is_terminal: FORCE_COLOR makes that true for a file as well
     return console if stream.isatty() and not console.is_dumb_terminal else None
@@ -145,7 +145,7 @@ class Progress:
 
 
 class LineDisplay:
-    """One line a step, for logs and pipes. Phases are not shown."""
+    """Prints one line for each step, for logs and pipes. Phases are not shown."""
 
     def __init__(self, total_steps: int, *, stream: TextIO):
         self._progress = Progress(total_steps)
@@ -251,7 +251,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def findings_line(standing: Iterable[Finding]) -> Text:
-    """Return what is wrong now, in a line: each finding's name and since when, errors in red."""
+    """Return the open findings in a line: each finding's name and its first step, errors in red."""
     line = Text("wrong now  ", style="dim")
     return line + Text("  ").join(
         Text.assemble(
@@ -298,7 +298,7 @@ def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
 
 
 def side_by_side(prompt: str, before: str, after: str, answer: str | None = None) -> Panel:
-    """Return one prompt with the completions of the untrained and the trained policy beside each other."""
+    """Return a prompt with the completions of the untrained and the trained policy side by side."""
     columns = Table("before", "after", expand=True, box=None, pad_edge=False)
     columns.columns[0].ratio = columns.columns[1].ratio = 1
     columns.add_row(Text(visible(before)), Text(visible(after)))

@@ -78,7 +78,7 @@ def assess(
 
 @contextmanager
 def _loaded(engine: LocalEngine, base: LoadedModel, located: Located | None) -> Iterator[PolicyVersion]:
-    """Context manager: the engine has the adapter. Two that are compared may have the same name and number."""
+    """Load the adapter into the engine for the block. Two compared adapters may have the same name and number."""
     if located is None:
         yield PolicyVersion.base()
         return

@@ -75,12 +75,12 @@ class Evaluation:
 
     @property
     def k(self) -> int:
-        """Completions that were sampled for each prompt."""
+        """Return the number of completions that were sampled for each prompt."""
         return max((len(group.rollouts) for group in self.groups), default=0)
 
     @property
     def failed(self) -> int:
-        """Completions that could not be scored."""
+        """Return the number of completions that could not be scored."""
         return sum(rollout.error is not None for group in self.groups for rollout in group.rollouts)
 
     def failures(self) -> str | None:
@@ -128,7 +128,7 @@ class Evaluation:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Return what there is to report: the reward, and with several completions of a prompt pass@1, pass@k,
+        """Return the measures to report: the reward, and with several completions of a prompt pass@1, pass@k,
         maj@k."""
         voted = (f"maj@{self.k}",) if self.answers else ()
         return ("reward", "pass@1", f"pass@{self.k}", *voted) if self.k > 1 else ("reward",)
@@ -154,7 +154,7 @@ class Evaluation:
         }
 
     def details(self) -> dict[str, float]:
-        """Return what else there is to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""
+        """Return further numbers to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""
         details = {"reward_stderr": self.standard_error(), "failed": float(self.failed)}
         for measure in self.measures[1:]:
             details |= {measure: self.measured(measure), f"{measure}_stderr": self.standard_error(measure)}
@@ -282,13 +282,13 @@ class BestVersion:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but `patience`, for `load_state_dict`; goes through JSON."""
+        """Return everything but `patience`, for `load_state_dict`; fit for JSON."""
         if self.version is None:
             return {"version": None, "value": None, "waited": self.waited}
         return {"version": str(self.version), "value": self.value, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises DataError for what is no such state."""
+        """Continue from `state_dict`. Raises DataError for a value that is not such a state."""
         try:
             version = None if state["version"] is None else PolicyVersion.parse(state["version"])
             value = -math.inf if version is None else float(state["value"])
@@ -386,7 +386,7 @@ def paired_tests(first: Mapping[str, Evaluation], second: Mapping[str, Evaluatio
 
 
 def run_summary(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> dict[str, float]:
-    """Return what a run changed on its held-out prompts, by mode and measure: `before/greedy/reward`, `after/...` and
+    """Return a run's change on its held-out prompts, by mode and measure: `before/greedy/reward`, `after/...` and
     `change/...`, each with its standard error (`_stderr`), and the p value of the change (`_p`)."""
     summary: dict[str, float] = {}
     for when, evaluations in (("before", before), ("after", after)):
@@ -459,8 +459,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def save_evaluations(run_dir: Path, step: int, evaluations: Mapping[str, Evaluation], *, again: bool = False) -> None:
-    """Write down what was evaluated at `step`, by mode; done again it replaces what was there. `again`: of the version
-    that was chosen, by other seeds, beside what chose it. Raises StorageError."""
+    """Write the evaluations at `step`, one file for each mode; a second call for a step replaces them. `again`: the
+    chosen version was evaluated with other seeds, and the files go next to those by which it was chosen. Raises
+    StorageError."""
     directory = run_dir / EVALUATIONS
     with files.writing(f"writing the evaluation at step {step}"):
         directory.mkdir(exist_ok=True)

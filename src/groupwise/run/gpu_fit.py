@@ -48,7 +48,7 @@ PROMPT_TOKENS = 512  # where the configuration does not bound a prompt
 BETWEEN_TURNS = 128  # tokens that an environment says between two turns
 QUANTIZED_BYTES = {"nf4": 0.57, "int8": 1.02}  # of a value, with its scales
 WORTH_NF4 = 0.9  # of the weights' bytes: what nf4 leaves of them where it is worth naming
-VLLM_SPARE = 0.02  # of a GPU's memory that nobody is given
+VLLM_SPARE = 0.02  # the share of a GPU's memory that is left free
 LEAST_VLLM = 1.2  # of the model's weights: what a vLLM needs at least
 
 # parameters x tokens a second of training: 0.6B at 24,741 tokens/s, 4B at 8,701, both with checkpointing on an H100
@@ -59,7 +59,7 @@ READ_BYTES_S = 2e12  # of weights, which every decode step reads
 
 @dataclass(frozen=True, kw_only=True)
 class Cards:
-    """Names machines, `nodes` of them: each so many GPUs of so many GiB each."""
+    """Names machines, `nodes` of them: each so many GPUs of this many GiB each."""
 
     count: int
     gib: float
@@ -87,17 +87,19 @@ class Cards:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFit:
-    """Says what a run would choose, and take on each of its learner's GPUs.
+    """Holds the settings that a run would choose on these GPUs, and the memory that it would take.
 
     Attributes:
-        learners: GPUs that train; `samplers` are those that vLLM has to itself.
-        needed: bytes by part of the GPU that trains and leads, beside `available`, what a process can use of it.
-        rows: completions of the greatest length that decode at once; 0 where vLLM samples, or nothing is.
-        left: the share of a learner's GPU that is left to a vLLM; 0 where that does not suffice for its weights.
-        active: parameters that a token meets: of routed experts those that are chosen.
+        learners: the number of GPUs that train.
+        samplers: the number of GPUs that only vLLM uses.
+        needed: bytes by part on the leading learner's GPU.
+        available: bytes of this GPU that a process can use.
+        rows: completions of the greatest length that decode at once; 0 if vLLM samples, or the run does not sample.
+        left: the share of a learner's GPU that is left to vLLM; 0 if it does not suffice for vLLM's weights.
+        active: parameters used for a token: of a mixture's experts only the chosen ones.
         decode_s: seconds of a decode step on an H100.
-        weights_nf4: bytes of the weights with `quantization: nf4`; None where it cannot be set or saves next to nothing
-            (experts of a mixture stay as they are).
+        weights_nf4: bytes of the weights with `quantization: nf4`; None if it cannot be set or saves next to nothing
+            (experts of a mixture stay unquantised).
         prompt: tokens of the longest prompt; `assumed` says that the configuration does not bound it.
     """
 
@@ -167,7 +169,7 @@ class GpuFit:
 
 
 def fit(config: RunConfig, cards: Cards) -> GpuFit:
-    """Return what a run would choose on these GPUs.
+    """Return the settings that a run would choose on these GPUs.
 
     Raises:
         ConfigError: vLLM and the learner need more GPUs than there are.
@@ -315,8 +317,8 @@ def _shared_out(config: RunConfig, cards: Cards) -> tuple[int, int]:
 
 
 def _left(needed: int, total: int, weights: int) -> float:
-    """Return the share of a GPU that is left to vLLM beside `needed`, what the learner has there while that is awake; 0
-    where it does not suffice for its weights."""
+    """Return the share of a GPU that is left to vLLM next to `needed`, the learner's bytes there while vLLM is awake; 0
+    if it does not suffice for vLLM's weights."""
     share = math.floor(100 * ((total - CONTEXT_BYTES - needed) / total - VLLM_SPARE)) / 100
     return share if share * total >= LEAST_VLLM * weights else 0.0
 

@@ -54,7 +54,7 @@ class Finding:
 
     @property
     def label(self) -> str:
-        """Return what tells two findings apart."""
+        """Return the label by which findings are distinguished."""
         return f"{self.id} ({self.name})" if self.name else self.id
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,7 +93,8 @@ class Event:
 
 @dataclass(frozen=True)
 class _Series:
-    """A metric's last values, as many as any rule looks at, and the rules that judge it (their places in the list)."""
+    """Holds a metric's last values, as many as any rule reads, and the rules that judge it (their places in the
+    list)."""
 
     values: deque[float]
     judged_by: tuple[int, ...]
@@ -124,7 +125,7 @@ class HealthMonitor:
 
     @property
     def standing(self) -> tuple[Finding, ...]:
-        """Return what is wrong now, errors first."""
+        """Return the open findings, errors first."""
         findings = [each.finding for each in self._open.values()]
         return tuple(sorted(findings, key=worst_first))
 

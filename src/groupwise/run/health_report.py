@@ -33,7 +33,7 @@ class Report:
 
     @property
     def status(self) -> Status:
-        """The worst of what stands."""
+        """Return the worst severity of the open findings."""
         severities = {finding.severity for finding in self.standing}
         return "error" if "error" in severities else "warn" if severities else "ok"
 

@@ -135,11 +135,11 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One way in which a run goes wrong.
+    """Says when a metric shows that a run goes wrong, and what to report then.
 
-    `says` is formatted with the aggregate as `value`, with `window` and with what `*` matched as `name`; it and `cause`
-    name a configuration's key as `{key[rollout.max_tokens]}`, which is what runs or jobs call it. A finding is over
-    when the rule has not held `settle` times in a row.
+    `says` is formatted with the aggregate as `value`, with `window`, and with the text that `*` matched as `name`.
+    `says` and `cause` write a configuration key as `{key[rollout.max_tokens]}`; the finding shows the key's name in
+    runs or in jobs. A finding ends when the rule has not held `settle` times in a row.
     """
 
     id: str
@@ -159,7 +159,7 @@ class Rule:
     remedies: tuple[Remedy, ...]
 
     def condition(self, severity: Severity) -> Condition | None:
-        """Return what makes a finding of this severity; None if the rule has none."""
+        """Return the condition of a finding of this severity; None if the rule has none."""
         threshold = self.warn if severity == "warn" else self.error
         if threshold is None:
             return None
@@ -247,7 +247,8 @@ def _noise(values: Sequence[float]) -> float:
 
 
 def _kendall(values: Sequence[float]) -> float:
-    """Kendall's tau of values against their places: pairs that rise less pairs that fall, as a share of all pairs."""
+    """Return Kendall's tau of values against their positions: rising pairs minus falling ones, as a share of all
+    pairs."""
     score, earlier = 0, list[float]()
     for value in values:
         score += bisect_left(earlier, value) - (len(earlier) - bisect_right(earlier, value))

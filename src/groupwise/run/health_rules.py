@@ -1,6 +1,6 @@
-"""The rules by which a run is judged: the table health_rules.yaml beside this file, which docs/metrics.md lists.
+"""Reads the rules by which a run is judged: the table health_rules.yaml next to this file, which docs/metrics.md lists.
 
-`groupwise.run.health_remedies` says what a rule, a condition and a remedy are.
+`groupwise.run.health_remedies` defines a rule, a condition and a remedy.
 """
 
 from __future__ import annotations

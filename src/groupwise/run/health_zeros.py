@@ -13,7 +13,7 @@ ZERO = 1e-6  # of a loss in float32
 
 
 def explain_zeros(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """{kind: one sentence} for the zeros of one step's metrics: why, and whether that is a problem."""
+    """Return {kind: a sentence} for the zeros in a step's metrics: the reason, and whether it is a problem."""
     if metrics.get("rollout/groups_trained") is None:  # an evaluation, or no step of reinforcement learning
         return {}
     found: dict[str, str] = {}

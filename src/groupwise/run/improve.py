@@ -8,13 +8,13 @@
     DIR/reserved.jsonl           prompts that would teach, and are kept to see whether the log teaches what is right
     DIR/run.yaml, DIR/run/       the run, which `groupwise run` reads, too
     DIR/looked.jsonl             prompts that taught, of which it is sampled what the version learned
-    DIR/verify.jsonl             prompts to be answered by who knows: half of what was held out, half reserved; and some
-                                 that taught, for what they have in common
-    DIR/truth.jsonl              the verified prompts that were compared on
-    DIR/improve.json             what was asked for and done, so that the same command goes on
+    DIR/verify.jsonl             prompts for a person to answer: half held-out ones, half reserved; and some training
+                                 prompts, to find out what the version learned
+    DIR/truth.jsonl              the verified prompts of the comparison
+    DIR/improve.json             the request and the steps done so far, so that the same command continues
 
-Everything is done once: a second call with verified answers compares the version that the first one trained. Who looks
-at the same verified answers several times has a smaller share of the error each time; how often is kept beside them.
+Everything is done once: a second call with verified answers compares the version that the first call trained. Each
+further look at the same verified answers has a smaller share of the error; the number of looks is stored with them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Wanted:
         outcomes: a file of outcomes.
         truth: a file of verified answers.
         reward: `module:function` with its `options`, where no rule of the log's is to teach.
-        gain: by how much a mean score must be better for a replacement to be worth it.
+        gain: the difference of mean scores from which on a replacement is worth it.
         overrides: KEY=VALUE of the run.
     """
 
@@ -125,7 +125,7 @@ def improve(wanted: Wanted, *, note: Note) -> dict[str, Any]:
     """Return the answer with all that it rests on, as JSON has it; it is in the folder, too.
 
     Raises ConfigError, DataError, and what a run raises; Interrupted where the training was stopped, which the same
-    call goes on with.
+    call continues with.
     """
     masking = Masking(rules=(*SECRETS, *PERSONAL))
     truth = None if wanted.truth is None else read_truth(wanted.truth, masking=masking, alike=ALIKE)
@@ -236,7 +236,7 @@ class _Work:
         return self.to / RUN
 
     def trained(self) -> dict[str, Any]:
-        """Return what was trained, if need be by training it."""
+        """Return the trained policy; train it if it is not there yet."""
         if self.said.get("trained") is not None:
             return self.said["trained"]
         config = self.config()
@@ -276,9 +276,9 @@ class _Work:
     def verify(
         self, by_log: tuple[Evaluation, Evaluation] | None, *, gain: float, note: Note
     ) -> tuple[dict[str, Any], Sequence[float]]:
-        """Return which prompts are to be verified, drawn once, and how the log's own differ. As many as a decision is
-        expected to take: half of what was held out, half of what would have taught, as far as there are; and beside
-        them a few of those that taught, for what the version learned most."""
+        """Return the prompts to be verified, drawn once, and the differences by the log's own answers. There are as
+        many as a decision is expected to take, if available: half held-out, half reserved; in addition a few training
+        prompts, for what the version learned most."""
         differences: list[float] = []
         if by_log is not None:
             values = (each.values("reward") for each in by_log)
@@ -301,7 +301,7 @@ class _Work:
         return self.asked(), differences
 
     def cost_with(self, spent: Mapping[str, float]) -> dict[str, Any]:
-        """Return what the training and the measuring so far cost, with what was spent besides."""
+        """Return the cost of training and measuring so far, with further costs."""
         cost = self.said["trained"]["cost"]
         return cost | {name: cost[name] + each for name, each in spent.items()}
 
@@ -401,7 +401,7 @@ def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:
         try:
             _prepare(work, truth, masking=masking)
         except BaseException:
-            shutil.rmtree(wanted.to, ignore_errors=True)  # a corrected call begins anew
+            shutil.rmtree(wanted.to, ignore_errors=True)  # a corrected call starts over
             raise
     if "prompts" not in work.said:  # it was killed
         _prepare(work, truth, masking=masking)

@@ -4,11 +4,12 @@
     task        what each optimizer step trains on (`run.update`)
     step 1..n   gradient, AdamW, every few steps a checkpoint; metrics into the ledger
     after it    how much less likely what was trained on has become: a policy that a step destroyed shows only here
-    publish     into the adapter store, with a canary for whoever loads it; the server then swaps, unless by its metrics
-                the job's health is `error`: such a version is kept and marked, and becomes active by hand only
+    publish     into the adapter store, with a canary that a loading engine checks; the server then swaps, unless the
+                job's health is `error` by its metrics: such a version is stored and marked, and only a person can
+                activate it
 
-Killed anywhere and leased again, a job goes on from its last checkpoint, or begins anew, and ends with the same bytes
-as one that was never disturbed, in one version: a version that carries the job's id is taken instead of a second one.
+A job that was killed and is leased again continues from its last checkpoint, or starts over, and ends with the same
+bytes as an undisturbed job, in one version: an existing version with the job's id is taken instead of a second one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowEr
 
 
 class JobCancelled(Exception):
-    """Somebody asked to cancel the job."""
+    """A client cancelled the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def run_job(lease: Lease, place: WorkerContext, *, raise_if_stopped: Callable[[]
         raise_if_stopped()
         version = _publish(run)
     unhealthy = place.store.unhealthy(version)
-    if unhealthy is None:  # else the next job goes on from the version before, whose moments stay
+    if unhealthy is None:  # else the next job continues from the version before, whose moments stay
         checkpoints.become_moments(version, place.store)
     place.ledger.published(lease, str(version), unhealthy=unhealthy)
     checkpoints.discard()
@@ -195,9 +196,10 @@ def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) ->
 
 @contextmanager
 def _parent(config: JobConfig, store: AdapterStore, *, name: str) -> Iterator[tuple[PolicyVersion, Path | None]]:
-    """Hold what the job continues, so that nobody removes it, and yield it with its directory; None for the base model.
+    """Hold the version that the job continues, so that it is not removed, and yield it with its directory (None for the
+    base model).
 
-    A name means its newest version; if that goes before it is held, another one is the newest by then.
+    A name means its newest version; if this version is removed before it is held, the next newest is taken.
     """
     with ExitStack() as held:
         directory, version = None, config.parent(store, name=name)
@@ -212,7 +214,7 @@ def _parent(config: JobConfig, store: AdapterStore, *, name: str) -> Iterator[tu
 
 
 def _saved(directory: Path) -> dict[str, Any]:
-    """PEFT's configuration of a version."""
+    """Return PEFT's configuration of a version."""
     return json.loads((directory / files.CONFIG).read_text(encoding="utf-8"))
 
 
@@ -329,7 +331,7 @@ def _step(run: _Run, raise_if_stopped: Callable[[], None]) -> None:
 
 
 def _logprob_drop(run: _Run) -> float:
-    """By how many nats a token the samples are less likely under the policy that is there now than under the one that
+    """Return the nats per token by which the samples are less likely under the present policy than under the one that
     the job started from; of some of them."""
     task, config, parent = run.task, run.config, run.standing.parent
     samples = task.some(MEASURED_TOKENS)
@@ -370,7 +372,7 @@ def _publish(run: _Run) -> PolicyVersion:
 
 
 def _is_told(metric: str, value: float) -> bool:
-    """Return whether it is one of those that a version tells. The ledger keeps finite ones only: a job that goes on
+    """Return whether it is one of those that a version tells. The ledger keeps finite ones only: a job that continues
     knows no others."""
     return metric.startswith(("reward/", "loss/")) and math.isfinite(value)
 

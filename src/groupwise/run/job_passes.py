@@ -1,8 +1,8 @@
 """Shares a worker's processors among its jobs: small passes are computed together, a large one at a time.
 
-A worker computes with as many threads as it would for one job alone, however many it trains: requests are answered
-beside it. What fits into joint passes (`train.together`) is computed there, as many passes at once as there are
-threads; whatever does not fit has all of them for itself, in its turn, and no pass is computed meanwhile.
+A worker with several jobs computes with as many threads as with one, because the server answers requests at the same
+time. Micro-batches that fit into joint passes (`train.together`) are computed there, as many passes at once as there
+are threads. A micro-batch that does not fit has all threads in its turn, and no joint pass runs meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PASSES = ("forward", "forward_backward", "forward_backward_supervised")  # verbs
 
 
 class JobPasses(Joined):
-    """The strategy of a job that may be trained beside others."""
+    """Trains a job that may share the worker with other jobs: small micro-batches in joint passes, large ones alone."""
 
     def __init__(self, place: JointPasses):
         super().__init__(place)

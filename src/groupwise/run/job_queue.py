@@ -7,15 +7,15 @@
     its share is used  the same, and the job whose turn it is begins (`ledger_turns`)
     a damaged ledger   the process ends; the job is left as it is
     a full disk        give the job back and try again later, a number of times
-    out of memory      again from its checkpoint: beside others by itself, then with half the tokens in a pass, until
-                       one sample alone is a pass
+    out of memory      again from its checkpoint: first without other jobs, then with half the tokens in a pass, until
+                       a pass is a single sample
     a lost GPU         the process ends, which counts as the next
     killed, crashed    the supervisor, or the end of the lease, has the job leased again; it goes on from its checkpoint
     lease lost         another worker has the job: stop, write nothing
 
-`Worker` does the jobs, each in a thread of its own; `job_room` says how many at once. `LeaseHeartbeat` is the thread
-beside them, which renews the leases and ends the process when its parent is gone. `worker.py` is the process that they
-run in. None of the ends of one job is another's, but for those of the process.
+`Worker` trains the jobs, each in its own thread; `job_room` says how many at once. `LeaseHeartbeat` is a further
+thread, which renews the leases and ends the process when its parent is gone. `worker.py` is the process of these
+threads. The end of one job does not affect another, unless the process ends.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class HeldLease:
-    """A lease that is being renewed. `lost` says that it is another worker's; `beside`, with how many other jobs at
-    most it was held; `makes_way`, that the job is to be saved and to wait, as it has had its share."""
+    """Holds a lease that is being renewed. `lost` is set once another worker has the job; `beside` is the largest
+    number of other jobs held at the same time; `makes_way` asks for a checkpoint and a return to the queue, because the
+    job has used its share."""
 
     lease: Lease
     lost: LeaseLostError | None = None
@@ -104,7 +105,7 @@ class LeaseHeartbeat:
 
     @contextmanager
     def holding(self, lease: Lease) -> Iterator[HeldLease]:
-        """Context manager: the lease is renewed."""
+        """Renew the lease during the block."""
         mine = HeldLease(lease)
         with self._changing:
             self._held = [*self._held, mine]
@@ -240,7 +241,7 @@ class Worker:
             smaller = self._attempt(smaller, held)
 
     def _attempt(self, lease: Lease, held: HeldLease) -> Lease | None:
-        """Run the job once; return the lease to go on with if memory ran out and the job's passes can be smaller."""
+        """Run the job once; return the lease to continue with if memory ran out and the job's passes can be smaller."""
         ledger = self._place.ledger
         try:
             place, stops = self._place_of(lease.job.tenant), self._heartbeat.raise_if_stopped
@@ -280,7 +281,8 @@ class Worker:
             return self._places[tenant]
 
     def _put_aside(self, lease: Lease, error: Exception) -> None:
-        """Memory ran out with others at work, which may have taken it: the job goes on by itself."""
+        """Return the job to the queue, to continue alone: memory ran out while other jobs ran, which may have taken
+        it."""
         log.warning("job %s: memory ran out beside others: %s", lease.job.id, error)
         traceback.clear_frames(error.__traceback__)
         reason = describe(error)["message"] or ""
@@ -345,7 +347,7 @@ def _free_memory() -> None:
 
 
 def describe(error: Exception) -> dict[str, str | None]:
-    """{"code", "message", "hint"} of what ended a job, in the words of a request."""
+    """Return {"code", "message", "hint"} of the error that ended a job, in the words of a request."""
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     if isinstance(error, GroupwiseError):

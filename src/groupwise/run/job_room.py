@@ -1,12 +1,12 @@
-"""Says how many jobs a worker trains at once: which may be beside which, and no more than there is room for.
+"""Says which jobs a worker trains at the same time, and how many fit into memory.
 
-Jobs of small models that compute in joint passes (`train.together`) are trained beside each other, and each has the
-bytes that it has alone. One after another are trained jobs of all other models, and those that must have none beside
-them (`ledger_turns.needs_none_beside`).
+Jobs of small models that compute in joint passes (`train.together`) are trained together, and each computes the same
+bytes as alone. Jobs of all other models, and jobs that must run alone (`ledger_turns.needs_none_beside`), are trained
+one after another.
 
-What a job more takes of memory is its adapter with gradient and AdamW's moments, its module tree, its part in joint
-passes, and what it trains on; larger passes are computed one at a time. All together take a SHARE of the memory that
-the machine, or the process's control group, has. What waits, and what has made way, is on the disk.
+A further job needs memory for its adapter with gradient and AdamW's moments, its module tree, its part in joint passes,
+and its data; larger passes are computed one at a time. All jobs together may take SHARE of the memory of the machine,
+or of the process's control group. Jobs that wait, or that returned to the queue, are on the disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAYLOAD_COPIES = 8  # bytes of a job's samples in memory, of each of its payload
 
 
 class JobRoom:
-    """Says whether a job may begin beside those that are being trained."""
+    """Says whether a job may begin while others are being trained."""
 
     def __init__(self, base: LoadedModel, ledger: Ledger, *, memory: int | None = None):
         self._base, self._ledger, self._is_shared = base, ledger, may_share(base)
@@ -43,7 +43,7 @@ class JobRoom:
         self._needs: dict[str, int] = {}
 
     def admits(self, job: JobRecord, running: Sequence[JobRecord]) -> bool:
-        """Return whether there is room for the job; there is always for one."""
+        """Return whether there is room for the job. A single job always has room."""
         if not running:
             return True
         if not self._is_shared or any(map(needs_none_beside, (job, *running))):

@@ -21,7 +21,7 @@ LOOK_S = 0.2  # between two looks whether a job that waits is to end
 
 
 class StepTurns:
-    """The turns of the jobs of one worker, each in a thread of its own. `weights` are those of tenants."""
+    """The turns of the jobs of one worker, each in its own thread. `weights` are those of tenants."""
 
     def __init__(self, weights: Weights = no_weights):
         self._weights = weights
@@ -32,7 +32,7 @@ class StepTurns:
 
     @contextmanager
     def joined(self, job: JobRecord) -> Iterator[None]:
-        """Context manager: the job is one of those at hand."""
+        """Register the job as one of the worker's for the block."""
         with self._changed:
             self._jobs[job.id] = job
             for name, clock in (((job.tenant,), job.turn), ((job.tenant, job.adapter), job.own)):
@@ -46,7 +46,7 @@ class StepTurns:
 
     @contextmanager
     def step(self, job: JobRecord, tokens: int, raise_if_stopped: Callable[[], None]) -> Iterator[None]:
-        """Context manager: a step of so many tokens, once it is the job's turn. `raise_if_stopped` is asked while it
+        """Context manager: a step of this many tokens, once it is the job's turn. `raise_if_stopped` is asked while it
         waits."""
         while not self._begin(job):
             raise_if_stopped()

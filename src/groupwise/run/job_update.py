@@ -1,15 +1,15 @@
-"""A payload as optimizer steps: what step k of a job accumulates the gradient of.
+"""Turns a payload into optimizer steps: the samples of which step k of a job accumulates the gradient.
 
     grpo   `iterations` passes over the groups, each cut into `minibatches` optimizer steps: one rollout batch of a
            run, with the same cuts, anchor and reference (`TrainingBatch`)
     sft    `epochs` passes over the examples, each cut into steps of `batch_size`
 
-Step k's batch follows from the configuration and k alone, so that a job that goes on from a checkpoint does what it
-would have done. Groups whose rewards are all equal are left out before anything is computed, unless another term of
-the loss has a gradient there (a KL, an entropy bonus), as in a run.
+Step k's batch follows from the configuration and k alone, so that a job that continues from a checkpoint takes the same
+steps. Groups whose rewards are all equal are left out before anything is computed, unless another term of the loss has
+a gradient there (a KL, an entropy bonus), as in a run.
 
-What was posted as text has no behaviour logprobs; nobody knows what sampled it. It gets those of the policy that the
-job starts from, so that every loss works with its own anchor: the first step is then an on-policy one.
+Completions posted as text have no behaviour logprobs, because the policy that sampled them is unknown. They get those
+of the policy from which the job starts, so that every loss works with its own anchor: the first step is then on-policy.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _FACTS += ("rollout/len_mean", "rollout/len_max", "rollout/tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A job's work: the steps of `batch`.
+    """Holds a job's work: the optimizer steps over `batch`.
 
     Attributes:
-        facts: metrics that hold for all of them.
-        start: log-probabilities of the samples under the policy that the job starts from, once `with_start` knows them;
-            until then a behaviour logprob that nobody recorded is NaN.
+        facts: metrics that are the same for all steps.
+        start: log-probabilities of the samples under the policy from which the job starts, set by `with_start`; until
+            then a behaviour logprob that was not recorded is NaN.
     """
 
     batch: TrainingBatch
@@ -59,7 +59,7 @@ class Task:
 
     @property
     def samples(self) -> list[Sample]:
-        """All that is trained on: scored completions, or examples."""
+        """Return all samples of the job: scored completions, or examples."""
         return [*self.batch.samples, *self.batch.demonstrations]
 
     @property
@@ -88,12 +88,12 @@ class Task:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest batch that goes through the model at once, a prompt counted once for its group."""
+        """Return the tokens of the largest batch of one optimizer step, a prompt counted once for its group."""
         return max(packed_tokens(self.batch.step_samples(step)) for step in range(self.batch.steps))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample: no pass can have fewer."""
+        """Return the tokens of the longest sample: no pass can have fewer."""
         return max(len(sample.prompt_ids) + len(sample.completion_ids) for sample in self.samples)
 
     def tokens(self, step: int) -> int:
@@ -113,7 +113,7 @@ class Task:
 
 
 def make_task(config: GrpoJobConfig | SftJobConfig, payload: GrpoPayload | SftPayload, *, base: LoadedModel) -> Task:
-    """Return what the job does.
+    """Return the job's task.
 
     Raises:
         TrainingError: there is nothing to learn from.
@@ -162,7 +162,7 @@ def _grpo_task(config: GrpoJobConfig, payload: GrpoPayload) -> Task:
 
 
 def _rollouts(index: int, group: EncodedGroup) -> RolloutGroup:
-    """Return the group in the words of the loop; a logprob that nobody recorded is NaN."""
+    """Return the group as the training loop's `RolloutGroup`; a logprob that was not recorded is NaN."""
     rollouts = []
     for each in group.completions:
         logprobs = (math.nan,) * len(each.ids) if each.logprobs is None else each.logprobs
@@ -195,7 +195,7 @@ def _sft_task(config: SftJobConfig, payload: SftPayload) -> Task:
 
 
 def _epoch(examples: int, parts: int, seed: str) -> Iterator[list[int]]:
-    """Yield all examples in so many parts of about the same size; in an order of its own if there are several."""
+    """Yield all examples in so many parts of about the same size; in its own order if there are several."""
     order = list(range(examples))
     if parts > 1:
         random.Random(seed).shuffle(order)

@@ -5,7 +5,7 @@
     Slurm             a script for sbatch, in which srun starts torchrun once on each machine
 
 Rank 0 is on the first machine; it samples and writes the run's directory. No restarts: what is lost is named, and the
-run goes on when it is launched again with `resume: auto`.
+run continues when it is launched again with `resume: auto`.
 """
 
 from __future__ import annotations

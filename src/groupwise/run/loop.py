@@ -8,7 +8,7 @@
                    and every so many steps: evaluate, checkpoint
 
 That is GRPO (DeepSeekMath, arXiv 2402.03300). Groups whose rewards are all equal teach nothing and are replaced while
-sampling goes on (`batches`). As it stands the loop is on-policy: a step's completions are sampled by the version that
+sampling continues (`batches`). As it stands the loop is on-policy: a step's completions are sampled by the version that
 the step then trains, so behaviour logprobs are the anchor of the ratio and no extra forward is run.
 `rollout.weight_sync_interval` and `rollout.max_staleness` let sampling run ahead of training; `batches` explains how.
 
@@ -126,7 +126,7 @@ def opened_run(
     remote: RemoteBackends | None = None,
     beside: Beside | None = None,
 ) -> Iterator[tuple[TrainingRun, RunState | None]]:
-    """Context manager: a run with its directory, its components and its trackers, and the state that it goes on from;
+    """Context manager: a run with its directory, its components and its trackers, and the state that it continues from;
     what `train` takes. Raises as `run_loop` before the first step."""
     config = plan.config
     resolved = config.model_dump(mode="json")
@@ -144,7 +144,7 @@ def opened_run(
 
 async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) -> RunResult:
     """Run the algorithm: sample, score, advantages, train, publish; then log, evaluate, checkpoint. It begins at step
-    1, or goes on from the `state` of a checkpoint."""
+    1, or continues from the `state` of a checkpoint."""
     config, batches = run.plan.config, run.parts.batches
     step = await run.begin() if state is None else run.resume(state)
     last = step == config.train.steps or (state is not None and state.finished)

@@ -44,7 +44,7 @@ def load_of(
     teacher: Teacher | None = None,
     engine: Sampler | None = None,
 ) -> Load:
-    """Return what `model.memory` must know of a run, whose longest prompt has so many tokens."""
+    """Return the load of a run for `model.memory`, given the tokens of its longest prompt."""
     model, weights = base.model, list(base.model.parameters())
     size = ModelSize.of(
         model.config.get_text_config(),
@@ -135,8 +135,8 @@ def longest_allowed(config: RunConfig, *, context: int) -> int:
 
 
 def longest_prompt(config: RunConfig, prompts: Iterable[Prompt], play: RolloutSource, *, context: int) -> int:
-    """Return tokens of the longest prompt that a run trains on. An environment asks when it is played, problems that
-    become harder become longer, and nobody has seen all of a stream: anything that fits."""
+    """Return the tokens of the longest prompt that a run trains on. If the prompts are not known in advance (an
+    environment, problems of rising difficulty, a stream), return the longest that fits."""
     allowed = longest_allowed(config, context=context)
     if config.env is not None or (config.data is not None and (config.data.difficulty or config.data.streaming)):
         return max(1, min(allowed, context - config.rollout.max_tokens))

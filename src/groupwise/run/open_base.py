@@ -1,7 +1,7 @@
-"""Opens the base model of a run: whole, or, where its weights are cut (`train.parallel: fsdp`), read in parts.
+"""Opens the base model of a run: whole, or, if its weights are sharded (`train.parallel: fsdp`), read in parts.
 
-Then rank 0 alone has the whole base, and only where something in it computes with that beside the learner
-(`RunConfig.keeps_base`). Models that can only be read whole are, on every rank, and a warning says why.
+With sharded weights only rank 0 has the whole base, and only if something other than the learner computes with it
+(`RunConfig.keeps_base`). A model that can only be read whole is read whole on every rank, and a warning says why.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class RunPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """Return what is accepted and biases what is learned."""
+        """Return warnings about accepted settings that bias training."""
         train = self.config.train
         return self.loss.off_policy_warnings(train.minibatches * train.passes, stale=self.config.may_be_stale)
 
@@ -91,7 +91,7 @@ class RunPlan:
 
     @property
     def kl_coeff(self) -> float | None:
-        """The KL's weight in the reward (`kl_in: reward`); None if it is not there."""
+        """Return the KL's weight in the reward (`kl_in: reward`); None if the KL is not in the reward."""
         return self.config.algo.kl_coeff if self.config.algo.kl_in == "reward" else None
 
 
@@ -294,7 +294,7 @@ def _check_grammar(config: RunConfig, env: EnvKind | None) -> None:
 
 
 def plan_or_all_problems(config: RunConfig) -> RunPlan:
-    """`make_plan`, whose error names what is wrong with every part and not only the first."""
+    """Return `make_plan`'s plan, with an error that names the problems of all parts and not only of the first."""
     try:
         return make_plan(config)
     except GroupwiseError as error:

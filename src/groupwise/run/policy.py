@@ -2,7 +2,7 @@
 
 The order makes every crash harmless: a version is on disk, whole, before any engine loads it; it is loaded before the
 alias points to it; and the version before it is forgotten last, by an engine that finishes the requests using it. With
-in-flight updates (PipelineRL, arXiv 2509.19128) those requests go on under the new version instead.
+in-flight updates (PipelineRL, arXiv 2509.19128) those requests continue under the new version instead.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Policy:
         self.publish(step=0, metrics={}, sync=True)
 
     def resume(self, *, newest: PolicyVersion, sampling: PolicyVersion, step: int) -> None:
-        """Go on where a checkpoint was taken. Raises AdapterError, AdapterNotFoundError if a version is not there."""
+        """Continue from a checkpoint. Raises AdapterError, AdapterNotFoundError if a version is not there."""
         self.newest, self.sampling, self.step = newest, sampling, step
         for version in {newest, sampling}:
             if version.is_base:
@@ -92,7 +92,7 @@ class Policy:
 
     @contextmanager
     def held(self, version: PolicyVersion) -> Iterator[None]:
-        """Context manager: a version that is on disk is in the engine, too."""
+        """Load a version on disk into the engine for the block."""
         there = version.is_base or version in self._loaded
         if not there:
             self._sampler.load(version, self._store.path(version))
@@ -128,11 +128,11 @@ class Policy:
         if self._in_flight is not None:
             engine = cast(UpdatesInFlight, self._sampler)
             engine.replace(self.sampling, self.newest, recompute=self._in_flight == "recompute")
-            self._loaded.add(self.sampling)  # also the base, for which others stand until nobody asks for it
+            self._loaded.add(self.sampling)  # also the base, for which newer versions answer until no request names it
         self.sampling = self.newest
 
     def _let_go(self) -> None:
-        """Forget the versions that nobody needs, in the engine and on the disk."""
+        """Forget the versions that are not needed any more, in the engine and on the disk."""
         needed = {self.newest, self.sampling}
         held = needed.union(self._in_use())
         for version in self._loaded - held:

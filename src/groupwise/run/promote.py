@@ -40,9 +40,9 @@ class Promotion:
     """Judges the versions of one run. `promoted` is the last one that passed.
 
     Args:
-        temperature: at which mode sampled samples.
-        looks: how many versions are to be evaluated.
-        prompts: on how many prompts.
+        temperature: the temperature of mode sampled.
+        looks: the number of versions that will be evaluated.
+        prompts: the number of evaluated prompts.
     """
 
     def __init__(
@@ -160,13 +160,14 @@ class Promotion:
         return "the base model" if self._against.is_base else str(self._against)
 
     def conclude(self) -> None:
-        """End with the run: its name is not to mean a version that nobody judged."""
+        """Refuse the versions that were not judged or not promoted when the run ends, so that the adapter's name does
+        not mean one of them."""
         for version in self._store.versions(self._policy.newest.name):
             if version not in (self.promoted, self._start) and self._store.refused(version) is None:
                 self._store.refuse(version, "it was not promoted: it was not evaluated, or a later one was promoted")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is for `load_state_dict`; goes through JSON."""
+        """Return the state for `load_state_dict`; fit for JSON."""
         assert self._old is not None
         versions = {"start": self._start, "against": self._against, "promoted": self.promoted, "best": self._best}
         return {
@@ -178,7 +179,7 @@ class Promotion:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was taken: versions that were promoted after it are not there any more."""
+        """Continue from a checkpoint: versions that were promoted after it no longer exist."""
         self._start, self._against = PolicyVersion.parse(state["start"]), PolicyVersion.parse(state["against"])
         self._old, self._start_length = Measured.from_dict(state["old"]), state["start_length"]
         self._looked, self._spent = state["looked"], state["spent"]

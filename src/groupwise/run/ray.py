@@ -1,16 +1,15 @@
-"""A run on Ray, on a laptop or a cluster: who is an actor, what Ray reserves for each, and who replaces whom.
+"""Runs a training run on Ray, on a laptop or a cluster: starts and replaces the actors, and reserves their resources.
 
-    launcher (this process)  --  starts  -->  learners, `train.devices` actors; rank 0 runs the loop as it is, beside
-                                              agents
+    launcher (this process)  --  starts  -->  learners, `train.devices` actors; rank 0 runs the unchanged loop, with
+                                              agents in its process
     rank 0                   --  starts  -->  `launcher.engines` engines, or with engine vllm `vllm.servers` servers;
                                               `scoring.workers` reward workers and `launcher.env_workers` environment
                                               workers
 
 All are in one placement group: a bundle for each learner, each engine or server, one for the reward workers together
-and one for the environment workers together. Rank 0 replaces these (`worker_group`, and of servers the fleet of
-`engine/vllm`). When a learner dies, so do the others and all
-that rank 0 started, and the launcher starts learners again, which go on from the last checkpoint, at most
-`launcher.restarts` times.
+and one for the environment workers together. Rank 0 replaces all but the learners (`worker_group`; for servers the
+fleet of `engine/vllm`). When a learner dies, the other learners and everything that rank 0 started end, too, and the
+launcher starts learners again, which continue from the last checkpoint, at most `launcher.restarts` times.
 """
 
 from __future__ import annotations
@@ -241,7 +240,7 @@ def _outcome(running: Sequence[Future[Any]], ask_to_stop: Callable[[], object], 
 
 
 class LearnerActor:
-    """A rank of the run in a process of its own."""
+    """A rank of the run in its own process."""
 
     def __init__(self) -> None:
         self._stop = StopRequest()

@@ -1,8 +1,8 @@
 """Ray as Groupwise uses it: a cluster to talk to, a placement group with a bundle for each role, actors in bundles.
 
 https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html. `ray` is imported here alone, and only when a
-run asks for it. Ray restarts nothing by itself (`max_restarts` 0): what an actor has been told is known by whoever
-started it, who replaces it too (`worker_group`, `ray_launch`).
+run asks for it. Ray restarts no actor by itself (`max_restarts` 0): the process that started an actor knows the state
+to restore, and replaces it (`worker_group`, `ray_launch`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _said(resources: Bundle) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of an actor: bundle `index` of a placement group, of which it takes `share`. `folder` is the working
-    directory of whoever launched the run; relative paths of its configuration start there."""
+    """Holds the place of an actor: bundle `index` of a placement group, of which it takes `share`. `folder` is the
+    working directory of the launcher, at which relative paths of the configuration begin."""
 
     group: Any
     index: int
@@ -100,7 +100,7 @@ class Place:
     folder: str
 
     def start(self, kind: type, **options: Any) -> Any:
-        """Return a new actor; returns Ray's handle at once."""
+        """Start an actor and return Ray's handle at once."""
         ray, strategies = ray_module(), importlib.import_module("ray.util.scheduling_strategies")
         here = strategies.PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
         return (
@@ -118,7 +118,8 @@ class Place:
 
 
 def enter(folder: str) -> None:
-    """Work, in an actor, in the launcher's directory. Raises StorageError where this machine has none of that name."""
+    """Change an actor's working directory to the launcher's. Raises StorageError if this machine has none of that
+    name."""
     try:
         os.chdir(folder)
     except OSError as error:
@@ -171,7 +172,7 @@ def _settle(answer: Future[Any], done: Future[Any]) -> None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what an actor's method raised, or WorkerLost where there is no actor any more."""
+    """Return the error of an actor's method, or WorkerLost if the actor is gone."""
     exceptions = importlib.import_module("ray.exceptions")
     if isinstance(error, exceptions.RayTaskError):
         return getattr(error, "cause", None) or error

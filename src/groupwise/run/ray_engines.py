@@ -28,7 +28,7 @@ SEEN_S, LOOK_S = 10.0, 0.1  # until a network's file system shows a new director
 
 
 class EngineActor:
-    """An engine in a process of its own; `open` it first."""
+    """An engine in its own process; `open` it first."""
 
     def open(self, config: RunConfig, folder: str, base_hash: str) -> None:
         """Load the model. Raises ModelError, also if it is not the learner's."""

@@ -52,7 +52,7 @@ class EnvActor:
         return await self._of(episode).step(*said)
 
     async def score(self, episode: int, said: Any) -> float | dict[str, float] | None:
-        """Return what `score` returns; None where there is no such method."""
+        """Return the result of `score`; None without such a method."""
         return await self._of(episode).score(said)
 
     async def close(self, episode: int) -> None:

@@ -1,7 +1,7 @@
 """Reward workers as Ray actors: `scoring.workers` of them, each with a `RewardPool` of one process inside.
 
-The pool in an actor keeps the deadline of a call and kills what hangs or crashes, as it does without Ray; that costs
-a group its reward. An actor that is lost, or its machine, is nobody's fault: its calls are made again elsewhere.
+The pool in an actor enforces the deadline of a call and kills functions that hang, as it does without Ray; the group of
+such a call gets no reward. If an actor or its machine is lost, its calls are made again in another actor.
 """
 
 from __future__ import annotations

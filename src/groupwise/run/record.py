@@ -24,7 +24,7 @@ class RunRecord:
 
 
 def read_run(directory: Path, *, label: str | None = None) -> RunRecord:
-    """Read what `directory` holds. Raises ConfigError if it is no run, naming what is missing; DataError if its
+    """Read the run in `directory`. Raises ConfigError, with the missing file, if it is not a run; DataError if its
     metrics are damaged."""
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}", hint="name a run's directory, such as runs/NAME-TIME")
@@ -58,6 +58,6 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def _step_files(directory: Path) -> dict[int, Path]:
-    """`step_000012.jsonl` of each step."""
+    """Return `step_000012.jsonl` of each step."""
     named = ((re.fullmatch(r"step_(\d+)\.jsonl", path.name), path) for path in directory.glob("step_*.jsonl"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))

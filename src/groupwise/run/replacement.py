@@ -7,10 +7,10 @@
 With d_p the difference of the mean scores of prompt p, from -1 to 1, *better* is a lower confidence bound of the mean
 of d above 0, and *not better* an upper one below `gain`, what a replacement must bring to be worth it. Both bounds are
 `algo.evidence`'s, which hold with few prompts, too; each errs at most at the chance `alpha` of its look, and all looks
-at the same verified answers together at most at 5 % (`share_of_error`, as nobody knows how many there will be).
+at the same verified answers together at most at 5 % (`share_of_error`, as the number of looks is not known in advance).
 
-What a log says of itself never makes a model better: who writes into it can write both what is taught and what is
-asked. It can make one worse, as keeping what is there is the safe side.
+A log's own answers never prove that a model is better, because a person who writes into the log can write both the
+training prompts and the test. They can show that it is worse: keeping the present model is the safe side.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def decide(new: Sequence[float], old: Sequence[float], *, gain: float, alpha: fl
 
 
 def told(gains: Sequence[float], *, gain: float, alpha: float) -> Says:
-    """Return what the differences of prompts say."""
+    """Return the decision by the prompts' differences: better, not better or open."""
     if p_at_most([-each for each in gains], -gain, worst=WORST) <= alpha:
         return "not better"
     return "better" if p_at_most(gains, 0.0, worst=WORST) <= alpha else "open"
@@ -118,14 +118,14 @@ def answer(
     worse_where: str | None = None,
     unsettled: Sequence[Unsettled] = (),
 ) -> Answer:
-    """Return the answer to: replace the model that is there?
+    """Return whether the new version should replace the present model: replace, keep or not known.
 
     Args:
-        verified: both models by verified answers; None without any.
-        logged: both by the log's own answers, on what was held out.
-        audited: the log's answers by verified ones.
-        worse_where: what prompts on which the new one lost have in common.
-        unsettled: what more of the log's own answers should say, and nobody verified yet.
+        verified: the comparison of both models by verified answers; None without any.
+        logged: the comparison by the log's own answers, on the held-out prompts.
+        audited: the comparison of the log's answers with verified ones.
+        worse_where: what the prompts on which the new version lost have in common.
+        unsettled: questions that further verified answers to the log's prompts would settle.
     """
     if verified is None:
         if logged is not None and logged.high < 0:

@@ -108,13 +108,14 @@ class ReplayBuffer:
         return {"replay/size": float(len(ages)), "replay/age_mean": sum(ages) / max(1, len(ages))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, for `load_state_dict`; goes through JSON."""
+        """Return everything for `load_state_dict`; fit for JSON."""
         entries = [{"step": entry.step, "group": group_to_json(entry.group)} for entry in self._entries.values()]
         version, words, gauss = self._random.getstate()
         return {"entries": entries, "random": [version, list(words), gauss]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; a smaller `size` keeps the best. Raises DataError for what is no such state."""
+        """Continue from `state_dict`; a smaller `size` keeps the best. Raises DataError for a value that is not such a
+        state."""
         try:
             loaded = [(entry["step"], group_from_json(entry["group"])) for entry in state["entries"]]
             version, words, gauss = state["random"]
@@ -135,7 +136,7 @@ class ReplayBuffer:
 
 
 def signal(group: RolloutGroup) -> float:
-    """sum |A| x std(r) over the rollouts with a finite reward and advantage; 0 where fewer than two have them."""
+    """Return sum |A| x std(r) over the rollouts with a finite reward and advantage; 0 if fewer than two have them."""
     known = [rollout for rollout in group.rollouts if rollout.advantage is not None and rollout.reward is not None]
     scored = [(_size(rollout), rollout.reward or 0.0) for rollout in known]
     if len(scored) < 2 or not all(math.isfinite(value) for pair in scored for value in pair):
@@ -167,13 +168,13 @@ def total_reward(rollout: Rollout) -> float | None:
 
 
 class RerollQueue:
-    """Prompts that failed, first in, first out: at most `max_groups` a step from progress `start` on, each at most
-    `attempts` times; `max_groups` 0 is off.
+    """Queues prompts that failed, first in, first out, to be tried again: at most `max_groups` a step from progress
+    `start` on, each at most `attempts` times; `max_groups` 0 turns it off.
 
-    A prompt failed when `outcome` is the lowest that was ever seen for every rollout of its group, or None for all of
-    them. With a correctness reward beside others (format, length), let `outcome` read that one: a constant format
-    reward then hides no failure. A prompt that was handed out counts as waiting until its group is pushed, so that a
-    checkpoint in between loses nothing.
+    A prompt failed if every rollout of its group has the lowest `outcome` seen so far, or if `outcome` is None for all
+    of them. With a correctness reward among others (format, length), let `outcome` read the correctness reward: a
+    constant format reward then hides no failure. A prompt that was handed out counts as waiting until its group is
+    pushed, so that a checkpoint in between loses no prompt.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class RerollQueue:
         return {"reroll/size": float(len(self._waiting))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, for `load_state_dict`; goes through JSON. What is handed out waits again, in front."""
+        """Return everything for `load_state_dict`; fit for JSON. Prompts that are handed out wait again, in front."""
         tries = self._tries | {id: self._tries[id] - 1 for id in self._out}
         return {
             "waiting": [[id, best] for id, best in (self._out | self._waiting).items()],
@@ -248,7 +249,7 @@ class RerollQueue:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises DataError for what is no such state."""
+        """Continue from `state_dict`. Raises DataError for a value that is not such a state."""
         try:
             waiting = {str(id): best for id, best in state["waiting"]}
             tries = {str(id): int(count) for id, count in state["tries"].items()}

@@ -4,7 +4,7 @@
     <run>/stages/...          the next one, which starts from the adapter of the one before
     <run>/                    the run itself, which starts from the last one's
 
-A run that is resumed goes on with the stage in which it was killed; those that were finished are not done again.
+A run that is resumed continues with the stage in which it was killed; those that were finished are not done again.
 """
 
 from __future__ import annotations

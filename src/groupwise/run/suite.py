@@ -1,6 +1,6 @@
 """`groupwise eval --suite SUITE`: other people's evaluations (lm-eval, inspect-ai) of a version, through our endpoint.
 
-`groupwise serve` is started on the version as a process of its own, on a free port and with a key of its own. The suite
+`groupwise serve` is started on the version as a separate process, on a free port and with its own key. The suite
 runs as a process too, with the Python that has it installed, and is told the endpoint's address. Its own result files
 are read afterwards: `SuiteResult` is what they say, and what is kept with the version (`AdapterStore.record`).
 
@@ -83,7 +83,8 @@ class SuiteRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One number of a task: what the suite calls it, over how many samples, and its standard error where it says."""
+    """Holds a number that a suite reports for a task, with its standard error and its number of samples if the suite
+    reports them."""
 
     value: float
     stderr: float | None = None
@@ -103,7 +104,7 @@ class SuiteResult:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is kept with the version."""
+        """Return the results that are stored with the version."""
         metrics = {
             name: {key: value for key, value in vars(metric).items() if value is not None}
             for name, metric in self.metrics.items()
@@ -296,7 +297,7 @@ def run_suite(run: SuiteRun, target: Target, *, say: Callable[[str], None]) -> S
 
 @contextmanager
 def serving(target: Target, *, state: Path) -> Iterator[ServedVersion]:
-    """Context manager: `groupwise serve` of the target, as a process, until the end. `state` is the server's directory.
+    """Serve the target with `groupwise serve` in a process during the block. `state` is the server's directory.
 
     Raises EngineError if it ends before it is ready, or is not ready in half an hour.
     """
@@ -340,7 +341,7 @@ def _context(url: str, key: str) -> int:
 
 @contextmanager
 def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Context manager: the process has ended afterwards, however this is left."""
+    """End the process after the block, in every case."""
     try:
         yield
     finally:
@@ -354,7 +355,7 @@ def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Raise DataError for a file that is no object of JSON."""
+    """Read a JSON object from a file. Raises DataError if the file does not hold one."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -365,7 +366,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _number(value: object) -> float | None:
-    """None for what is no finite number: "N/A", NaN."""
+    """Return a finite number, or None for any other value: "N/A", NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

@@ -1,16 +1,16 @@
-"""Several runs in one process: `groupwise run a.yaml b.yaml`, `groupwise run a.yaml --sweep seed=0,1,2`.
+"""Trains several runs in one process: `groupwise run a.yaml b.yaml`, `groupwise run a.yaml --sweep seed=0,1,2`.
 
-    heats          which runs are trained beside each other, and why the others follow one after another
+    heats          the runs that are trained together, and the reason why the others follow one after another
     run_sweep      trains them; an `Outcome` for each
 
-Runs of a heat have one base model in memory. Each has all else to itself: an adapter, an optimizer, an engine over the
-base's weights, reward workers, a directory. So each run computes the same bytes as when it is trained alone. In one
-batch of the engine, completions of several runs would be multiplied by other kernels, with adapters not merged, and
-that changes the last bits of log-probabilities and, after some steps, tokens. So each samples in batches of its own.
-Small micro-batches are trained together, which changes no bit (`train.together`), and no more threads compute at a
-time than one run has (`train.processor_turns`).
+Runs of a heat share one base model in memory. Each run has its own adapter, optimizer, engine over the base's weights,
+reward workers and directory. So each run computes the same bytes as alone. A shared batch of the engine would multiply
+the completions of several runs by other kernels, with adapters not merged, which changes the last bits of
+log-probabilities and, after some steps, tokens; so each run samples in its own batches. Small micro-batches are trained
+together, which changes no bit (`train.together`), and no more threads compute at a time than one run has
+(`train.processor_turns`).
 
-Whatever is the process's and that a run would change stands in the way of that: `why_alone` has the list.
+A run that would change a setting of the whole process is trained alone: `why_alone` has the list.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Heat:
-    """Runs that are trained beside each other, over one base; `why` a single one of several is trained by itself."""
+    """Holds runs that are trained together, over one base; `why` says why a single run is trained alone."""
 
     runs: tuple[SweptRun, ...]
     why: str | None = None
 
 
 def why_alone(config: RunConfig) -> str | None:
-    """Return why a run cannot be trained beside others with the same results; None where it can."""
+    """Return why a run cannot be trained together with others with the same results; None if it can."""
     tracking, train = config.tracking, config.train
     device = resolve_device(config.device)
     clients = [name for name in ("wandb", "trackio", "mlflow") if getattr(tracking, name) is not None]
@@ -170,7 +170,7 @@ class Outcomes:
 
     @contextmanager
     def failures(self, run: SweptRun) -> Iterator[None]:
-        """Context manager: an error within ends this run."""
+        """End only this run at an error inside the block."""
         try:
             yield
         except Exception as error:
@@ -183,12 +183,12 @@ class Outcomes:
 
 
 def run_sweep(groups: Sequence[Heat], *, shown: SweepDisplay) -> list[Outcome]:
-    """Train all of the runs, those of a heat beside each other. Returns an outcome for each, in the order of the heats.
+    """Train all runs, the runs of a heat together. Returns an outcome for each, in the order of the heats.
 
-    An error ends the run whose it is, and no other. Ctrl-C finishes the step that each run of the heat is in, saves and
-    evaluates them; heats after it do not begin. A second one, and one before the first step, stops at once.
+    An error ends only its own run. Ctrl-C finishes the present step of each run of the heat, saves and evaluates; later
+    heats do not begin. A second Ctrl-C, or one before the first step, stops at once.
 
-    Raises KeyboardInterrupt where it was stopped at once and no run has a result.
+    Raises KeyboardInterrupt if the sweep was stopped at once and no run has a result.
     """
     outcomes = Outcomes(shown)
     try:

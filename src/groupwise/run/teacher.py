@@ -1,13 +1,13 @@
-"""The teacher of a run: a policy that reads what was sampled and tells the log-probability of every token.
+"""The teacher of a run: a policy that scores sampled completions, with a log-probability for every token.
 
     model      another model with the same tokenizer, in this process     } an engine that only scores; a prompt is run
     adapter    an adapter of the run's model                              } once for its group
     self       the version that sampled, with more in its prompt          the run's own engine
     base_url   a server                                                   POST /completions with `prompt_logprobs`
 
-A group is scored once it has its rewards and before it is handed to a step, while others are still being sampled. What
-the log-probabilities become is in `algo/distillation.py`. With `loss: sft` nothing is scored: the teacher samples
-completions of the prompt, beside those of the policy or instead of them (`TeacherRollouts`, `Demonstrator`).
+A group is scored after it has its rewards and before a step gets it, while other groups are still being sampled.
+`algo/distillation.py` uses the log-probabilities. With `loss: sft` nothing is scored: the teacher samples completions
+of the prompt, in addition to the policy's or instead of them (`TeacherRollouts`, `Demonstrator`).
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class Teacher:
         return replace(group, rollouts=rollouts)
 
     def _questions(self, group: RolloutGroup, rollout: Rollout) -> list[tuple[Ids, Ids]]:
-        """Prompt and completion of each segment, as the teacher reads them; none where it has nothing to teach."""
+        """Return the prompt and completion of each segment in the teacher's form; empty if it has nothing to teach."""
         segments = segments_of(rollout.turns)
         if self.config.context is None:
             return [(segment.prompt_ids, segment.completion_ids) for segment in segments]
@@ -336,7 +336,7 @@ class TeacherRollouts:
         return replace(group, demonstrations=group_of(prompt, await asyncio.wrap_future(said)).rollouts)
 
     def close(self) -> None:
-        """Does nothing: the policy's source and the teacher are closed by whoever opened them."""
+        """Do nothing: the opener of the policy's source and of the teacher closes them."""
 
 
 class Demonstrator:
@@ -383,7 +383,7 @@ def _own_scores(rollout: Rollout) -> tuple[SequenceScores, ...]:
 
 
 def context_of(prompt: Prompt, config: TeacherConfig) -> str | None:
-    """Return what the column has for a prompt; None where that is nothing."""
+    """Return the column's value for a prompt; None if it is empty."""
     value = prompt.columns.get(config.context or "")
     return None if value is None or value == "" else str(value)
 
@@ -392,7 +392,7 @@ def with_context(prompt: Prompt, context: str, *, template: str) -> Prompt:
     """Return the prompt with its last user message, or its text, put into `template` with the context; not encoded.
 
     Raises:
-        DataError: that message is no text.
+        DataError: that message is not text.
     """
 
     def filled(text: str) -> str:

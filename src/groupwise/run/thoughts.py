@@ -44,7 +44,7 @@ class ThoughtCost:
         return f"{said}; {self.cut} were cut inside their thought" if self.cut else said
 
     def warning(self, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        """Return what to do where thoughts are cut; None where few are."""
+        """Return a warning with a remedy if many thoughts are cut; else None."""
         if self.cut <= CUT * self.turns:
             return None
         budget = max(1, rollout.max_tokens // 2)
@@ -58,7 +58,7 @@ class ThoughtCost:
 
 
 def thought_cost(groups: Sequence[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> ThoughtCost | None:
-    """Return what the thoughts of these groups cost; None where nothing thinks."""
+    """Return the cost of these groups' thoughts; None without thoughts."""
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
     thoughts = [(turn, length) for turn in turns if (length := _thought_tokens(turn, tokenizer)) is not None]
     if not thoughts:

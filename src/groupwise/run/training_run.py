@@ -79,7 +79,7 @@ class TrainingRun:
     # -- the state of the run ------------------------------------------------------------------------------------------
 
     async def begin(self) -> int:
-        """Before the first step: the adapter to start from, the evaluation before. Returns 0, the steps done."""
+        """Prepare the first step: load the adapter to start from, and evaluate. Return 0, the steps done."""
         if self.promotion is not None:
             self.promotion.open()
             if (warning := self.promotion.warning) is not None:
@@ -99,7 +99,7 @@ class TrainingRun:
         return 0
 
     def resume(self, state: RunState) -> int:
-        """Go on from the newest checkpoint, whose state this is. Returns the steps done."""
+        """Continue from the newest checkpoint with this state. Return the steps done."""
         found, saved, batches = checkpoint.newest(self.run_dir), state.parts, self.parts.batches
         assert found is not None
         self.parts.learner.load(found)
@@ -145,8 +145,8 @@ class TrainingRun:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     async def sample_and_score(self, step: int) -> AsyncIterator[list[RolloutGroup]]:
-        """Yield the groups of a step, sampled by the policy and scored as soon as their completions are there: all at
-        once, or `rollout.stream_groups` at a time. Whoever iterates trains on them before the next are waited for."""
+        """Yield the groups of a step, sampled by the policy and scored when their completions are complete: all at
+        once, or `rollout.stream_groups` at a time. The caller trains on them before it waits for the next."""
         self._started, self._sampling_s = time.monotonic(), 0.0
         self.parts.scorer.begin_step(step)
         waits_since = self._started
@@ -335,5 +335,5 @@ class TrainingRun:
         return directory
 
     def _protect(self) -> None:
-        """Protect what must stay on the disk: evaluated versions, and those of the checkpoint."""
+        """Protect the versions that must stay on the disk: evaluated ones, and those of the checkpoint."""
         self.policy.protected = {*self._evaluated, self.policy.newest, self.policy.sampling}

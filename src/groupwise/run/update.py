@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 
 def learner_thread(threads: int) -> ThreadPoolExecutor:
-    """Return the one thread that all training runs in, with `threads` of torch: by itself it would have as many as
-    whoever set them last."""
+    """Return the one thread in which all training runs, with `threads` of torch. Without this setting it would have the
+    number that was last set in the process."""
     return ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
 
 
@@ -70,29 +70,29 @@ class PolicyUpdates:
         return StepUpdate(self, step)
 
     async def in_learner_thread(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; all that uses the learner runs there."""
+        """Run `work` in the learner's thread and return its result; everything that uses the learner runs there."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, for `load_state_dict`; goes through JSON."""
+        """Return everything for `load_state_dict`; fit for JSON."""
         return {"changed": self.changed, "kl": None if self.adaptive_kl is None else self.adaptive_kl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restore the values of `state_dict`."""
         self.changed = state["changed"]
         if self.adaptive_kl is not None:
             self.adaptive_kl.load_state_dict(state["kl"])
 
 
 class StepUpdate:
-    """One step's groups -> one update of the policy. Made by `PolicyUpdates.begin`; used as
+    """Makes one update of the policy from one step's groups. `PolicyUpdates.begin` makes an instance; use it as
 
         groups = await update.advantages(groups, sampled=...)    as often as groups come
         await update.accumulate()                                after each, with rollout.stream_groups
         metrics = await update.train()                           once
 
     Attributes:
-        groups: those that were given to `advantages`, with their advantages.
+        groups: the groups given to `advantages`, with their advantages.
     """
 
     def __init__(self, updates: PolicyUpdates, step: int):
@@ -107,12 +107,12 @@ class StepUpdate:
 
     @property
     def samples(self) -> list[Sample]:
-        """The groups as what the learner is given: a sample for each segment of each rollout that has an advantage."""
+        """Return the learner's samples: one for each segment of each rollout that has an advantage."""
         return [sample for part in self._parts for sample in part.samples]
 
     @property
     def shown(self) -> list[Sample]:
-        """The groups' demonstrations: a teacher's completions, a dataset's answers, or its pairs in twos."""
+        """Return the groups' demonstrations: a teacher's completions, a dataset's answers, or its pairs in twos."""
         return [sample for part in self._parts for sample in part.shown]
 
     @property
@@ -233,7 +233,7 @@ class StepUpdate:
 
     @property
     def _loss(self) -> LossSpec:
-        """The loss, with the KL's weight as it is now."""
+        """Return the loss, with the present weight of the KL."""
         adaptive = self._updates.adaptive_kl
         if adaptive is None or self._plan.kl_coeff is not None:
             return self._plan.loss
@@ -255,7 +255,7 @@ class _Part:
 
 
 def combined_kl(parts: Sequence[Metrics]) -> Metrics:
-    """`kl_metrics` of several parts as that of all of their tokens."""
+    """Combine `kl_metrics` of several parts into those of all their tokens."""
     measured = [part for part in parts if part]
     if not measured:
         return {}

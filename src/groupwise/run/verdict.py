@@ -45,12 +45,12 @@ class Measured:
 
     @property
     def reward(self) -> float:
-        """The mean over the prompts that could be scored; nan without any."""
+        """Return the mean over the prompts that could be scored; nan without any."""
         known = [each for each in self.rewards if math.isfinite(each)]
         return fmean(known) if known else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what is for `from_dict`; goes through JSON, which has no nan."""
+        """Return the values for `from_dict`; fit for JSON, which has no nan."""
         return {"rewards": [each if math.isfinite(each) else None for each in self.rewards], "length": self.length}
 
     @classmethod
@@ -60,7 +60,7 @@ class Measured:
 
 
 def measured(evaluation: Evaluation) -> Measured:
-    """Return what the evaluated version did."""
+    """Return the results of the evaluated version."""
     said = [
         sum(len(turn.completion.token_ids) for turn in rollout.turns)
         for group in evaluation.groups
@@ -88,7 +88,7 @@ class Look:
 
     @classmethod
     def of(cls, bounds: Bounds, number: int) -> Look:
-        """Return the look of this number where nobody knows how many there will be."""
+        """Return look number `number`, with its share of the error when the number of looks is not known in advance."""
         return cls(number=number, alpha=share_of_error(1 - bounds.confidence, number))
 
     @classmethod
@@ -137,7 +137,8 @@ class Margin:
 
 
 def margin_between(new: Measured, old: Measured, *, bounds: Bounds, look: Look) -> Margin | None:
-    """None if no prompt was scored for both."""
+    """Return the comparison of both means, and whether it passes at this look. None if no prompt was scored for
+    both."""
     both = [(n, o) for n, o in zip(new.rewards, old.rewards, strict=True) if math.isfinite(n) and math.isfinite(o)]
     if not both:
         return None
@@ -268,7 +269,7 @@ def within_bounds(
 
 
 def drifted(new: Measured, before: Start, max_kl: Limit, max_length_ratio: Limit) -> tuple[list[str], dict[str, float]]:
-    """Return what is wrong with how far `new` is from what was before it, and the numbers."""
+    """Return why `new` has drifted too far from earlier versions (empty if not), and the numbers."""
     ratio, problems = new.length / before.length if before.length else 1.0, list[str]()
     name, most = max_kl
     if most is not None and before.kl is not None and not before.kl <= most:
@@ -302,7 +303,8 @@ def gaps_between(
     *,
     temperature: float,
 ) -> list[float]:
-    """log p_new - log p_old of each token of a completion, in nats. Both must be loaded. Blocks; for a thread."""
+    """Return log p_new - log p_old of each token of a completion, in nats. Both must be loaded. Blocks: call it in a
+    thread."""
     ours, theirs = (
         engine.score(prompt_ids, completion_ids, version, temperature=temperature) for version in (new, old)
     )

@@ -25,8 +25,8 @@ from groupwise.run.gpu_fit import Cards, fit
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """The section `vllm` with the share of a GPU that its servers take, and the servers' places; None: the run starts
-    none."""
+    """Holds the section `vllm` with the share of a GPU that its servers take, and the servers' places (None: the run
+    starts no servers)."""
 
     vllm: VllmConfig
     seats: Seats | None
@@ -47,7 +47,7 @@ def with_place(config: RunConfig, device: torch.device) -> tuple[RunConfig, Seat
 
 def visible_gpus(device: torch.device) -> list[str]:
     """Return the GPUs of this machine that the processes of a run on `device` see, by the names that CUDA has for them;
-    none where that is no GPU of CUDA's."""
+    none if it is not a CUDA GPU."""
     if device.type != "cuda":  # gpu-only below: which GPUs there are
         return []
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""The worker: a process that trains the jobs it leases, beside the server and below its priority.
+"""The worker: a process that trains the jobs it leases, next to the server and at a lower priority.
 
     python -m groupwise.run.worker --state DIR --model NAME --dtype D --device D [--threads N] [--worker ID]
 
@@ -154,7 +154,8 @@ def _die_with_parent(parent: int | None, *, by: signal.Signals = signal.SIGTERM)
 
 @contextmanager
 def _alone(state: Path, heartbeat: LeaseHeartbeat) -> Iterator[None]:
-    """Context manager: no other worker is on `state`. One whose server was killed may still be in its last step.
+    """Wait until no other worker uses `state`, and hold it for the block. A worker whose server was killed may still be
+    in its last step.
 
     Raises NotReadyError if it does not end. The kernel gives the lock back, however a process ends.
     """

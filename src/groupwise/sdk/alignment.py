@@ -5,8 +5,8 @@
     inference          None  l_1  ...  l_{P-1}  l_P  ...  l_{N-1}      N: nothing predicts the first token
     completion alone                            l_P  ...  l_{N-1}      N - P
 
-The trainer's is the order of every per-token value of a datum. A length that is none of these is refused, and nothing
-is ever filled in: what nobody computed is NaN, and a NaN where a token is trained is refused too.
+Every per-token value of a datum has the trainer's order. Any other length is refused, and no value is invented: a value
+that was not computed is NaN, and a NaN where a token is trained is refused too.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ from groupwise.sdk.types import (
 )
 from groupwise.types import Message
 
-QUIET_S = 30.0  # a stream of events that is silent for this long is opened anew; servers send a comment every 15 s
+QUIET_S = 30.0  # a stream of events that is silent for this long is reopened; servers send a comment every 15 s
 
 OUTAGE_S = 60.0  # how long a server may be away while one waits for a job
 
@@ -130,7 +130,7 @@ class _Calls(Flows):
 
     @ClientMethod
     def models(self, *, timeout: float = ASK_S) -> Flow[list[ModelCard]]:
-        """Return what `model` and `adapter` may say."""
+        """Return the names that `model` and `adapter` may have."""
         models = yield from self.ask(ModelList, "/v1/models", timeout=timeout)
         return models.data
 
@@ -180,7 +180,8 @@ class _Calls(Flows):
         timeout: float = SAMPLE_S,
         **options: Unpack[SamplingOptions],
     ) -> Flow[list[SampledGroup]]:
-        """`n` completions of each prompt, as groups in the order of the prompts; strings are messages of the user."""
+        """Sample `n` completions of each prompt, as groups in the order of the prompts; strings are messages of the
+        user."""
         conversations = [_conversation(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
         body = {"prompts": conversations, "n": n, **_known(options, SamplingOptions)}
         answer = yield from self.exchange(Send("POST", "/v1/completions/batch", timeout, encode(body)))
@@ -206,7 +207,7 @@ class _Calls(Flows):
         (`correction`), or the id of another answer to the same prompt that is worse (`better_than`).
 
         `rollout_id` is what `sample` called a completion, or the `id` of a chat's answer. The feedback is on the
-        server's disk when this returns. It is sent under a key of its own, so that it counts once however often it had
+        server's disk when this returns. It is sent under its own key, so that it counts once however often it had
         to be sent; give `idempotency_key` to make that last over a restart of your program.
         """
         said = {"score": score, "thumb": thumb, "correction": correction, "better_than": better_than}
@@ -241,7 +242,8 @@ class _Calls(Flows):
 
     @ClientMethod
     def learning(self, *, timeout: float = ASK_S) -> Flow[LearnAnswer]:
-        """Return what automatic training from ratings does, or why it does nothing, and what it did lately."""
+        """Return the state of automatic training from ratings: what it does or waits for, and its latest
+        transitions."""
         return self.ask(LearnAnswer, "/v1/learn", timeout=timeout)
 
     @ClientMethod
@@ -272,7 +274,7 @@ class _Calls(Flows):
     ) -> Flow[TrainSubmitted]:
         """Submit scored groups (`SampledGroup.scored`, or the wire's own form) with the options of `config`.
 
-        The job is on the server's disk when this returns. It is sent under a key of its own, so that it is queued once
+        The job is on the server's disk when this returns. It is sent under its own key, so that it is queued once
         however often it had to be sent; give `idempotency_key` to make that last over a restart of your program.
         """
         body = {"groups": list(groups), "config": config}
@@ -308,7 +310,7 @@ class _Calls(Flows):
 
     @ClientMethod
     def metrics(self, job_id: str, *, timeout: float = ASK_S) -> Flow[list[dict[str, Any]]]:
-        """Return what a job measured, step by step."""
+        """Return a job's metrics, step by step."""
         measured = yield from self.ask(JobMetrics, _job_path("metrics", job_id), timeout=timeout)
         return measured.steps
 
@@ -319,7 +321,7 @@ class _Calls(Flows):
 
     @Stream
     def events(self, job_id: str, *, after: int = 0, timeout: float = WAIT_S) -> Emits[JobEvent]:
-        """Yield what has happened to a job after event `after`, and what happens, until the job has ended.
+        """Yield a job's events after event `after`, and further ones as they come, until the job has ended.
 
         Raises:
             DeadlineError: it had not ended after `timeout` seconds.
@@ -337,7 +339,7 @@ class _Calls(Flows):
 
         Raises:
             JobFailedError: the job failed or was cancelled.
-            DeadlineError: it had not ended after `timeout` seconds; it goes on.
+            DeadlineError: it had not ended after `timeout` seconds; it continues.
         """
         job = yield from self._follow(job_id, after=0, timeout=timeout, to=on_event or _ignore)
         if job.state == "completed":
@@ -375,7 +377,7 @@ class _Calls(Flows):
     def _listen(
         self, job_id: str, place: _EventCursor, *, deadline: float, to: Callable[[JobEvent], object] | None
     ) -> Flow[bool]:
-        """Emit a job's events from `place` on, until the stream or the time ends; whether it was the stream."""
+        """Emit a job's events from `place` on, until the stream or the time ends; return whether it was the stream."""
         headers = {"last-event-id": str(place.seq)} if place.seq else {}
         seconds = min(QUIET_S, deadline - time.monotonic())
         answer = yield Open("GET", _job_path("events", job_id), seconds, headers=headers)
@@ -400,7 +402,7 @@ class Client(Blocks, _Calls):
     Args:
         url: default: GROUPWISE_URL, or http://127.0.0.1:8420.
         api_key: default: GROUPWISE_API_KEY; "" for none.
-        retries: how often a call may be sent again, where that is safe.
+        retries: how often a call may be sent again, if that is safe.
         note: told, in a sentence, when something is waited for.
     """
 

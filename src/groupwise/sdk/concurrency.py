@@ -52,7 +52,7 @@ class AdaptiveConcurrency:
             try:
                 await waiter
             except asyncio.CancelledError:
-                self._wake()  # whoever is next takes the turn that this one had
+                self._wake()  # the next one takes this one's turn
                 raise
         self.in_flight += 1
         self._fullest = max(self._fullest, self.in_flight)

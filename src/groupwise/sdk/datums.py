@@ -42,20 +42,21 @@ TRAINED = 0.5  # a mask or weight above it marks a trained token
 
 @dataclass(frozen=True, kw_only=True)
 class Datum:
-    """One training sequence: `model_input` [N - 1], and `loss_fn_inputs`, a dict of [N - 1] entries named as above.
+    """Holds a training sequence: `model_input` [N - 1], and `loss_fn_inputs`, a dict of [N - 1] entries named as above.
 
-    Lists, tuples, tensors and arrays are taken. `kept` is the part of the vocabulary that each target was drawn from
-    (`SampledCompletion.kept`), [N - 1]: its log-probabilities, the sampler's and the trainer's, are then under the
-    policy restricted to that. The loss cross_entropy is of the whole vocabulary all the same.
+    Lists, tuples, tensors and arrays are taken. `kept` [N - 1] is the part of the vocabulary from which each target was
+    sampled (`SampledCompletion.kept`): the sampler's and the trainer's log-probabilities are then under the policy
+    restricted to this part. The loss cross_entropy always uses the whole vocabulary.
 
-    `routed_experts` [N - 1, layers, K] are those that the routers of a mixture chose for each input when it was
-    sampled (`SampledCompletion.routed_experts`): the trainer computes log-probabilities and policy losses with the same
-    (routing replay), cross_entropy with its own routers' choice. Inputs after the last of them are routed anew.
+    `routed_experts` [N - 1, layers, K] are the experts that a mixture's routers chose for each input during sampling
+    (`SampledCompletion.routed_experts`). The trainer computes log-probabilities and policy losses with these experts
+    (routing replay), and cross_entropy with its own routers' choice. For inputs after the last entry the trainer's
+    routers choose.
 
     Raises:
-        DataError: empty, of different lengths, an unknown name, a token id that is none, a value that is not finite
-            where a token is trained, a trained target that is not in its part of the vocabulary, or experts of more
-            tokens than there are inputs.
+        DataError: empty, of different lengths, an unknown name, an invalid token id, a value that is not finite where a
+            token is trained, a trained target that is not in its part of the vocabulary, or experts of more tokens than
+            there are inputs.
     """
 
     model_input: Sequence[int]
@@ -123,17 +124,17 @@ class Datum:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """`target_tokens` [N - 1]."""
+        """Return `target_tokens` [N - 1]."""
         return tuple(int(token) for token in self.loss_fn_inputs[TARGETS])
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The sequence [N]: what the model reads, and the last target."""
+        """Return the sequence [N]: the model's input, and the last target."""
         return (*self.model_input, self.targets[-1])
 
     @cached_property
     def mask(self) -> tuple[int, ...]:
-        """1 where the target is trained [N - 1]: the `mask`, without one every target that is not padding."""
+        """Return 1 for each trained target [N - 1]: the `mask`, or without one every target that is not padding."""
         inputs = self.loss_fn_inputs
         if "mask" in inputs:
             return tuple(int(mark > TRAINED) for mark in inputs["mask"])
@@ -157,7 +158,7 @@ class Datum:
 
     @property
     def skipped(self) -> int:
-        """Targets before the first trained one, which belong to the sample's prompt."""
+        """Return the number of targets before the first trained one, which belong to the sample's prompt."""
         return self.mask.index(1) if 1 in self.mask else 0
 
     def sample(self, weights: str) -> Sample:
@@ -181,8 +182,8 @@ class Datum:
         )
 
     def whole(self) -> Sample:
-        """Return the datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1
-        targets. In the place of an image's, which nobody says, they are those of token 0."""
+        """Return the datum as a sample whose first token is the prompt, to get log-probabilities of all N - 1 targets.
+        For an image's tokens, which are never sampled, they are those of token 0."""
         ids = self.tokens
         return Sample(
             prompt_ids=ids[:1],
@@ -216,7 +217,7 @@ def compute_advantages(rewards: Sequence[float | None], *, eps: float = 1e-8, dd
     that is None, or beyond 1e100, counts as missing: it enters no statistic and its advantage is None.
 
     Raises:
-        DataError: a reward is no number.
+        DataError: a reward is not a number.
         ConfigError: eps or ddof is not valid.
     """
     for i, reward in enumerate(rewards):
@@ -235,7 +236,7 @@ def build_grpo_datums(
     old_policy_logprobs: Sequence[Sequence[float | None]] | None = None,
     ref_logprobs: Sequence[Sequence[float | None]] | None = None,
 ) -> list[Datum]:
-    """Datums for `forward_backward` with any policy loss.
+    """Build datums for `forward_backward` with any policy loss.
 
     Args:
         data: the sequences; their `mask` or `weights` mark what the policy said, all after the prompt if they have
@@ -278,7 +279,7 @@ def build_grpo_datums(
 
 
 def _spoken(datum: Datum, prompt_len: int) -> list[float]:
-    """1 where the target is after the prompt and marked."""
+    """Return 1 for a target that is after the prompt and marked, else 0."""
     inputs = datum.loss_fn_inputs
     marks = inputs.get("mask", inputs.get("weights", (1.0,) * len(datum.model_input)))
     return [float(j + 1 >= prompt_len and mark > TRAINED) for j, mark in enumerate(marks)]

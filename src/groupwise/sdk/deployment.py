@@ -1,10 +1,10 @@
 """A deployment: an engine with its adapter store and the version that new requests sample from.
 
-It belongs to a run, or lives on: `WeightSyncScope`. One that lives on has a name and is found again by it; its adapters
-are in a store of its own, so that the versions of successive trainers never share a number.
+A deployment ends with its run, or stays: `WeightSyncScope`. One that stays is found again by its name; its adapters are
+in its own store, so that the versions of successive trainers never share a number.
 
-Whoever samples holds the version that is served: it stays loaded for the requests that are still to be sent, whatever
-is served meanwhile. So a sync neither waits for sampling nor breaks it.
+A sampling call holds the served version: it stays loaded for the call's remaining requests, even if another version is
+served meanwhile. So a sync neither waits for sampling nor breaks it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Deployment:
         self.serving = PolicyVersion.base()
         self._lock = threading.Lock()
         self._held: Counter[PolicyVersion] = Counter()
-        self._retired: set[PolicyVersion] = set()  # to be forgotten when nobody holds them
+        self._retired: set[PolicyVersion] = set()  # forgotten when no call holds them
 
     def serve(self, version: PolicyVersion) -> None:
         """Serve `version`, which must be loaded, to new calls; the previous one is unloaded once no call uses it."""
@@ -42,7 +42,7 @@ class Deployment:
 
     @contextmanager
     def holding(self, version: PolicyVersion | None = None) -> Iterator[PolicyVersion]:
-        """Context manager: a loaded version, or the one that is served now, stays loaded."""
+        """Keep a loaded version, or the served one, loaded during the block."""
         with self._lock:
             version = version or self.serving
             self._held[version] += 1

@@ -44,7 +44,7 @@ class _Walk(Generic[T]):
         self.failure: Exception | None = None
 
     def step(self) -> Step[Any] | None:
-        """Return what is to be done next; None at the end."""
+        """Return the next action; None at the end."""
         outcome, failure = self.outcome, self.failure
         self.outcome = self.failure = None
         try:
@@ -248,13 +248,13 @@ class Stream(Generic[P, T]):
 
 # ---- the connection ----
 def server_url(url: str | None) -> str:
-    """`url`, or GROUPWISE_URL, or the default, without a last slash or /v1. Raises ConfigError."""
+    """Return `url`, or GROUPWISE_URL, or the default, without a last slash or /v1. Raises ConfigError."""
     given = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     whole = (given if "://" in given else f"http://{given}").rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(whole)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # of a port that is not a number
         valid = False
     if not valid:
         raise ConfigError(f"{given!r} is not a server's URL", hint=f"write it as in {DEFAULT_URL}")
@@ -262,7 +262,7 @@ def server_url(url: str | None) -> str:
 
 
 def connection(url: str, api_key: str | None) -> dict[str, Any]:
-    """Return what both kinds of httpx2 client are made with."""
+    """Return the arguments of both kinds of httpx2 client."""
     from groupwise import __version__
 
     key = (os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key).strip()

@@ -124,8 +124,8 @@ class Infra:
 
 
 class _LogPaths:
-    """The log_paths in use. Another process must not train in one: it would wind versions back and replace states.
-    In this process whoever attaches to a trainer may share its log_path."""
+    """Keeps the log_paths in use. Another process must not train in one of them: it would wind versions back and
+    replace states. In this process, clients that attach to a trainer share its log_path."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -279,7 +279,7 @@ class _Opening:
 
         def open_it() -> ReferenceClient:
             service = TrainingService(_load(config.base_model, profile), micro_tokens=profile.micro_tokens)
-            # the base of a policy that nobody trains
+            # the base of a policy that is never trained
             policy = _client(service, lora=LoraSpec(rank=1), temperature=config.temperature)
             return policy.create_base_reference()
 

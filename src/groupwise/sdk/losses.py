@@ -164,10 +164,10 @@ def datum_loss(
 
 
 def checked_custom(returned: Any) -> tuple[Tensor, dict[str, float]]:
-    """Return what a function of one's own returned, as its loss and its metrics.
+    """Return the result of a user's loss function as its loss and its metrics.
 
     Raises:
-        ConfigError: it is no scalar tensor with a gradient and a mapping of numbers.
+        ConfigError: the result is not a scalar tensor with a gradient and a mapping of numbers.
         TrainingError: the loss is not finite.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -209,7 +209,7 @@ def make_loss_fn(
     inf_logprobs: Logprobs,
     prox_logprobs: Logprobs | None = None,
 ) -> LossFn:
-    """`loss` as a function for `forward_backward_custom`; its arguments are those of `build_grpo_datums`.
+    """Return `loss` as a function for `forward_backward_custom`; its arguments are those of `build_grpo_datums`.
 
     `prox_logprobs` is the trainer's snapshot; without one the policy as it is stands in, which is exact for the first
     optimizer step on a batch.
@@ -255,14 +255,14 @@ def importance_sampling_loss(*, tis_cap: float = 5.0) -> LossSpec:
 
 
 def reinforce_loss(*, kl_beta: float = 0.0) -> LossSpec:
-    """REINFORCE weighed by the ratio to the policy that sampled."""
+    """Return REINFORCE weighted by the ratio to the policy that sampled."""
     return resolve_loss("importance_sampling", reduction="sum", **_kl(kl_beta))
 
 
 def dapo_loss(
     *, eps_clip: float = 0.2, eps_clip_high: float = 0.28, eps_clip_c: float | None = None, tis_cap: float = 5.0
 ) -> LossSpec:
-    """Decoupled clip; `eps_clip_c` is the dual clip."""
+    """Return DAPO's loss with decoupled clipping; `eps_clip_c` is the dual clip."""
     return _recipe("dapo", tis_cap, clip_low=eps_clip, clip_high=eps_clip_high, dual_clip=eps_clip_c)
 
 
@@ -299,7 +299,7 @@ class MakeLossFn(Protocol):
         prompt_len: tokens of each prompt, or of all.
         inf_logprobs: the sampler's, in any order of `sdk.alignment`.
         prox_logprobs: the trainer's before the batch's first step; None: those of the call.
-        knobs: those of the loss, as `kl_beta` of `grpo_loss`.
+        knobs: the loss's options, such as `kl_beta` of `grpo_loss`.
 
     Raises:
         DataError: lengths that disagree.

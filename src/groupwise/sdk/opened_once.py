@@ -1,4 +1,4 @@
-"""Keeps a registry of running objects by name: whoever asks for a name that is open gets the object that is open."""
+"""Keeps a registry of running objects by name: a request for an open name gets the open object."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     gpu-80g-full     every parameter, in float32 with 16-bit products; likewise 141g
 
 A profile chooses device, type, the longest sequence, tokens of a forward and backward pass and completions decoded at
-once. `training_shape_id` names the trainer's and the engine's, `ref_training_shape_id` that of a reference of its own.
+once. `training_shape_id` names the trainer's and the engine's, `ref_training_shape_id` that of its own reference.
 Without a name the largest that this machine holds is taken. No torch here until the machine is looked at.
 """
 
@@ -25,7 +25,8 @@ SLACK = 0.9  # GPUs and machines have a little less memory than their name says
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """One hardware profile. `memory_gb` is the device memory it needs; `trains` is "lora", "full" or "any" (both)."""
+    """Describes a hardware profile: `memory_gb` is the device memory that it needs; `trains` is "lora", "full" or "any"
+    (both)."""
 
     name: str
     device: Literal["cpu", "cuda"]

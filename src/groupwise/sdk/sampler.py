@@ -60,15 +60,16 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledCompletion:
-    """One of the `n` results. If nothing was sampled, `full_tokens` is the prompt and there are no log-probabilities.
+    """Holds one of the `n` results of a request. If no token was sampled, `full_tokens` is the prompt and there are no
+    log-probabilities.
 
     `inference_logprobs` (nats, at the sampling temperature) has an entry for each of the N `full_tokens`: None for the
-    first, which nothing predicts, and, unless `echo` asked for them, for the prompt's others. `[1:]` are the trainer's.
-    `kept` is the part of the vocabulary that each token of the completion was drawn from, with top_p or top_k; its
-    log-probabilities are then under the policy restricted to that, which is what the trainer computes for `datum()`.
-    Where the engine does not record it (vLLM) all are None, and a policy loss refuses the completion.
-    `routed_experts` are those that the routers of a mixture chose for the first N - 1 tokens, which `datum()` takes
-    over, so that the trainer computes with the same; None where the engine does not record them.
+    first token, which has no predecessor, and, without `echo`, for all tokens of the prompt. The trainer takes `[1:]`.
+    `kept` is the part of the vocabulary from which each token of the completion was sampled, with top_p or top_k; its
+    log-probabilities are then under the policy restricted to this part, and the trainer computes the same for
+    `datum()`. If the engine does not record the part (vLLM), all entries are None, and a policy loss refuses the
+    completion. `routed_experts` are the experts that a mixture's routers chose for the first N - 1 tokens; `datum()`
+    copies them, so that the trainer computes with the same experts. None if the engine does not record them.
     """
 
     status: Status
@@ -107,11 +108,12 @@ class DeploymentSampler:
     """Samples from the version that a deployment serves.
 
     Args:
-        tokenizer_model: whose tokenizer and chat template encode the prompts; `tokenizer_revision`: of it.
-        max_seq_len: the longest prompt and completion together; None: the model's context.
-        temperature: unless a call has its own. The trainer must score at the same.
-        timeout_s: of one request.
-        seed: of all calls in their order; None draws anew each time.
+        tokenizer_model: the model whose tokenizer and chat template encode the prompts.
+        tokenizer_revision: the revision of this model.
+        max_seq_len: the most tokens of a prompt and its completion together; None: the model's context.
+        temperature: the default of calls without their own. The trainer must score at the same temperature.
+        timeout_s: the most seconds for one request.
+        seed: makes all calls repeatable, in their order; None: a random seed for each call.
 
     Raises:
         ConfigError: `tokenizer_model` is not set (a ValueError), or is not the tokenizer of the model that samples.
@@ -144,9 +146,9 @@ class DeploymentSampler:
         tools: Sequence[dict[str, Any]] = (),
         **options: Any,
     ) -> list[SampledCompletion]:
-        """`n` replies to a chat; `options` are those of `sample`. A `grammar` is that of the answer: thoughts are free.
-        An image part holds a path, a data URL, bytes or a PIL image, as in a dataset's row (docs/images.md). Raises
-        ChatError as the template does, DataError for what is no image."""
+        """Sample `n` replies to a chat; `options` are those of `sample`. A `grammar` constrains the answer, not
+        thoughts. An image part holds a path, a data URL, bytes or a PIL image, as in a dataset's row (docs/images.md).
+        Raises ChatError as the template does, DataError for an image that cannot be read."""
         said, _ = with_images(tuple(messages), {}, folder=Path(), id="messages")
         prompt = encode_prompt(Prompt(id="messages", messages=said, tools=tuple(tools)), self.tokenizer)
         (grammar,) = answer_grammars(options.pop("grammar", None), [prompt.token_ids], self.tokenizer)
@@ -167,19 +169,19 @@ class DeploymentSampler:
         echo: bool = False,
         version: PolicyVersion | None = None,
     ) -> list[SampledCompletion]:
-        """`n` completions of a prompt's tokens, in order, all by one version.
+        """Sample `n` completions of a prompt's tokens, in order, all by one version.
 
         Args:
             top_p, top_k: draw from a part of the vocabulary, which the local engine records (`kept`); completions
                 of other engines have no log-probabilities then, and are not for policy losses.
-            grammar: what each completion must be text of, as in `Grammar.of_json(schema)`; the same holds for these.
-            seed: of this call; None: the sampler's, and the number of the call.
-            echo: with the log-probabilities of the prompt too, which costs a forward.
+            grammar: the grammar of each completion, as in `Grammar.of_json(schema)`; the same holds for its tokens.
+            seed: the seed of this call; None: derived from the sampler's seed and the number of the call.
+            echo: return the log-probabilities of the prompt, too, which costs a forward.
             version: one that is loaded; None: the one that is served now.
 
         Raises:
             ConfigError: n below 1.
-            DataError: what is no token id; `echo` of a prompt with images.
+            DataError: a value that is not a token id; `echo` of a prompt with images.
             GrammarError: the grammar cannot be compiled.
             ValueError: a sampling option out of range.
         """

@@ -19,8 +19,8 @@ NAMES = "names are 1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digi
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
-    """Steps between syncs of the sampling policy (1, N, or 0 for never), and between checkpoints (0: one at the end and
-    when the run is stopped, so that one that is killed begins anew)."""
+    """Configures the steps between syncs of the sampling policy (1, N, or 0 for never), and between checkpoints (0: one
+    at the end and one when the run is stopped, so that a killed run starts over)."""
 
     weight_sync_interval: int = 1
     dcp_save_interval: int = 0

@@ -1,4 +1,4 @@
-"""Saves a trainer's state to disk and loads it, so that another trainer goes on with the same bytes.
+"""Saves a trainer's state to disk and loads it, so that another trainer continues with the same bytes.
 
     <directory>/learner.safetensors, learner.json    the policy, the optimizer's moments, counters (`Learner.save`)
     <directory>/state.json                           the policy's shape, and what the loop wants back: its step, its

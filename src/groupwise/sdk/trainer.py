@@ -47,8 +47,9 @@ from groupwise.types import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class AdamParams:
-    """One AdamW step (arXiv 1711.05101): its rate, the decay rates of both moments, the decoupled weight decay, and the
-    norm to which the whole gradient is clipped, 0 for not at all. Raises ConfigError for a number out of range."""
+    """Holds the parameters of an AdamW step (arXiv 1711.05101): the learning rate, the decay rates of both moments, the
+    decoupled weight decay, and the norm to which the whole gradient is clipped (0: not clipped). Raises ConfigError for
+    a number out of range."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -81,7 +82,7 @@ class ForwardBackwardOutput:
 
     @property
     def logprobs(self) -> list[tuple[float, ...]]:
-        """The log-probabilities of every datum."""
+        """Return the log-probabilities of every datum."""
         return [output["logprobs"] for output in self.loss_fn_outputs]
 
 
@@ -97,13 +98,13 @@ def what_trains(lora: LoraSpec | None, parameters: Sequence[str]) -> str:
 
 
 class TrainingService:
-    """One base model and any number of policies that are trained over it.
+    """Trains any number of policies over one base model.
 
     Args:
-        micro_tokens, gradient_checkpointing, autocast: as `Learner`'s, for all of them.
-        threads: of torch; None: as many as torch has here.
-        passes: where its learners compute together with those of other services over the same base; None: by
-            themselves.
+        micro_tokens, gradient_checkpointing, autocast: as for `Learner`, for all policies.
+        threads: torch's number of threads; None: torch's own choice.
+        passes: the joint passes in which this service's learners compute together with the learners of other services
+            over the same base; None: without others.
     """
 
     def __init__(
@@ -134,9 +135,9 @@ class TrainingService:
         seed: int = 0,
         temperature: float = 1.0,
     ) -> TrainingClient:
-        """Return a new policy over the base model; `lora=None` trains all parameters, of a model that sees those of
-        `parameters`: `all`, or a list of `text`, `vision` and `projector`. Raises ConfigError as `Learner`, and for
-        parameters beside an adapter."""
+        """Return a new policy over the base model. `lora=None` trains all parameters; for a model with vision, the
+        parts in `parameters`: `all`, or a list of `text`, `vision` and `projector`. Raises ConfigError as `Learner`,
+        and for `parameters` together with an adapter."""
         parts = checked_parts(parameters, adapter=lora is not None)
         learner = self.submit(lambda: self._learner(lora, parts, seed)).result()
         return TrainingClient(
@@ -179,7 +180,7 @@ class ReferenceClient:
 
 
 class TrainingClient:
-    """One policy being trained: an adapter, or all parameters, which `trains` says."""
+    """Trains one policy: an adapter, or all parameters, as `trains` says."""
 
     def __init__(
         self, learner: Learner, *, service: TrainingService, name: str, temperature: float = 1.0, trains: str = ""
@@ -254,9 +255,9 @@ class TrainingClient:
         return self.service.submit(lambda: self._apply(adam_params, grad_accumulation_normalization))
 
     def save_state(self, path: str | Path, *, extra: Mapping[str, Any] | None = None) -> Pending[Path]:
-        """Write policy, optimizer and counters, and `extra` beside them (`state`).
+        """Write policy, optimizer and counters, and `extra` with them (`state`).
 
-        Raises StorageError, or TrainingError while a gradient is accumulated, which no state has.
+        Raises StorageError, or TrainingError while a gradient is accumulated, which a state does not hold.
         """
         _check_kind("path", path, str | os.PathLike, "give the name of a directory")
         return self.service.submit(lambda: self.save_now(Path(path), dict(extra or {})))
@@ -326,7 +327,7 @@ class TrainingClient:
         return self._step.apply(learning_rate=adam.learning_rate, normalization=normalization)
 
     def save_now(self, directory: Path, extra: dict[str, Any]) -> Path:
-        """`save_state`, for what `submit` runs."""
+        """Do `save_state` at once, in a function that `submit` runs."""
         if self._step.calls:
             raise TrainingError(
                 f"{self._step.calls} calls have accumulated a gradient, which a state does not have",
@@ -336,14 +337,14 @@ class TrainingClient:
         return directory
 
     def load_now(self, directory: Path) -> dict[str, Any]:
-        """`load_state`, for what `submit` runs."""
+        """Do `load_state` at once, in a function that `submit` runs."""
         extra = load(self.learner, directory)
         self.loads += 1
         self.forget_now()
         return extra
 
     def forget_now(self) -> None:
-        """`zero_grad`, for what `submit` runs."""
+        """Do `zero_grad` at once, in a function that `submit` runs."""
         self._step.forget()
 
 

@@ -87,7 +87,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Send:
-    """One exchange, of `timeout` seconds in all. `content` is JSON."""
+    """Describes a request to the server. The whole exchange may take `timeout` seconds; `content` is JSON."""
 
     method: str
     path: str

@@ -71,7 +71,7 @@ def read(kind: type[T], data: Any) -> T:
 
 
 def as_json(value: Any) -> Any:
-    """Return what the server sent, the inverse of `read`, without what this client does not know."""
+    """Return the answer as the server sent it, the inverse of `read`, without fields that this client does not know."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", by_alias=True)
     if isinstance(value, Mapping):
@@ -99,12 +99,13 @@ class Usage(Answer):
 
 
 class BatchCompletion(Answer):
-    """One rollout. `text` is the whole reply; `reasoning_content` is its <think> block again, where it has one."""
+    """Holds a rollout. `text` is the whole reply; `reasoning_content` repeats the reply's <think> block, if there is
+    one."""
 
     prompt_index: int
     completion_index: int
     rollout_id: str
-    """Names this rollout in /v1/train/grpo, so that exactly what was sampled is trained."""
+    """Names this rollout in /v1/train/grpo, so that exactly the sampled tokens are trained."""
     adapter: str
     """The version that sampled it."""
     text: str
@@ -172,7 +173,7 @@ class FeedbackAnswer(Answer):
     version: str
     """The adapter version that sampled the rollout."""
     score: float | None
-    """From 0 to 1; a thumb is 1 or 0."""
+    """The score from 0 to 1; a thumb is 1 or 0."""
     correction: str | None
     better_than: str | None
     """Another rollout of the same prompt, which is worse."""
@@ -193,7 +194,7 @@ class FeedbackPage(Answer):
 
     feedback: list[FeedbackAnswer]
     counts: dict[str, int]
-    """How many there are in each state, whatever was asked for."""
+    """The number of ratings in each state, for any filter of the request."""
     next: int | None
 
 
@@ -210,7 +211,7 @@ class KeptAnswers(Answer):
     """The answers that were sampled together for one prompt: what GET /v1/rollouts/{id} says of them."""
 
     prompt: str
-    """With its special tokens."""
+    """The prompt as text, with its special tokens."""
     prompt_token_ids: list[int]
     rollouts: list[KeptAnswer]
 
@@ -221,7 +222,7 @@ class LearnTransition(Answer):
     seq: int
     at: str
     kind: str
-    """For programs; docs/learn.md lists them."""
+    """The kind, for programs; docs/learn.md lists them."""
     message: str
     data: dict[str, Any]
 
@@ -236,7 +237,7 @@ class RaterAnswer(Answer):
     known: int
     """Prompts of `raters` of which they rated an answer."""
     agreed: int
-    """How many of these ratings the rewards agree with."""
+    """The number of these ratings with which the rewards agree."""
     counts: bool
     """Whether their ratings make jobs and decide canaries."""
 
@@ -257,12 +258,12 @@ class LearnAnswer(Answer):
     """Whether `learn` is in the server's configuration."""
     paused: bool
     reason: str
-    """What it does at the moment, or waits for."""
+    """What learning does at the moment, or waits for."""
     adapter: str | None
     ratings: int
-    """Those that wait and can be trained on, when they were last looked at."""
+    """The ratings that wait and can be trained on, at the last look."""
     after: int | None
-    """How many of them make a job."""
+    """The number of ratings that make a job."""
     counts: dict[str, int]
     """All ratings by state."""
     job_id: str | None
@@ -276,17 +277,19 @@ class LearnAnswer(Answer):
     trial_share: float | None
     """The share of the requests that it answers."""
     trial_stage: Literal["shadow", "canary"] | None
-    """`canary`: instead of the active version; `shadow`: once more after it, and nobody sees it."""
+    """`canary`: it answers instead of the active version; `shadow`: it answers again after the active version, unseen
+    by clients."""
     trial_pairs: int | None
-    """How many pairs of answers a shadow has compared."""
+    """The number of pairs of answers that a shadow has compared."""
     trial_ratings: int | None
-    """How many ratings of its answers a canary has."""
+    """The number of ratings of a canary's answers."""
     trial_most: int | None
-    """At how many pairs or ratings the trial ends at the latest; what is known then decides, or `undecided`."""
+    """The number of pairs or ratings at which the trial ends at the latest; the evidence then decides, or
+    `undecided`."""
     raters: list[RaterAnswer] = []
     """Raters who were compared with what is known: those who do not count first, then those who agreed least."""
     transitions: list[LearnTransition]
-    """What happened lately, newest first."""
+    """The latest transitions, newest first."""
 
 
 # ---- chat, as OpenAI has it ----
@@ -358,7 +361,7 @@ class ChatCompletion(Answer):
 
     @property
     def text(self) -> str:
-        """The first reply's text."""
+        """Return the first reply's text."""
         return self.choices[0].message.content or ""
 
 
@@ -380,7 +383,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatCompletionChunk(Answer):
-    """One event of the stream; the last, if asked for, has the usage and no choices."""
+    """Holds an event of the stream. If the request asks for the usage, the last event has it, and no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -414,7 +417,7 @@ class ModelCard(Answer):
     root: str
     """The base model, or the version that an adapter's name stands for now."""
     parent: str | None
-    """What an adapter was trained on."""
+    """The base model of an adapter."""
     max_model_len: int
 
 
@@ -432,13 +435,14 @@ class Waits(Answer):
     """The reason why a job waits."""
 
     reason: Literal["adapter", "alone", "turn", "room", "worker"]
-    """A job before it has to do with its adapter; it, or what is trained, has none beside it; others have had less;
-    there is no room for another one; the worker is being started."""
+    """Why the job waits. adapter: an earlier job trains the same adapter; alone: this job, or the one that is trained,
+    must run alone; turn: others come first, which have had less; room: there is no room for another one; worker: the
+    worker is being started."""
     message: str
     job_id: str | None
-    """Whose end it waits for, where that is one job."""
+    """The job for whose end it waits, if it is a single one."""
     about_seconds: float | None
-    """Until it begins, if all goes on as it does; null where nobody can say."""
+    """Seconds until it begins, if all jobs keep their present speed; null if that cannot be estimated."""
 
 
 class Deadline(Answer):
@@ -447,10 +451,12 @@ class Deadline(Answer):
     at: str
     """ISO 8601, UTC."""
     outlook: Literal["in_time", "late", "unknown", "met", "missed"]
-    """If all goes on as it does it ends in time, or late; nobody can say yet; it has ended in time; it has not."""
+    """in_time, late: the outlook if all jobs keep their present speed; unknown: it cannot be estimated yet; met,
+    missed: the job has ended in time, or it has not."""
     message: str
     about_seconds: float | None
-    """Until the job ends, if all goes on as it does; null where nobody can say, or it has ended."""
+    """Seconds until the job ends, if all jobs keep their present speed; null if that cannot be estimated, or it has
+    ended."""
 
 
 class TrainSubmitted(Answer):
@@ -467,7 +473,7 @@ class TrainSubmitted(Answer):
     deadline: Deadline | None
     """Whether it ends in time; null without a `deadline`."""
     warnings: list[str]
-    """What is legal and perhaps not meant."""
+    """Things that are legal and perhaps not meant."""
 
 
 class JobError(Answer):
@@ -477,12 +483,13 @@ class JobError(Answer):
     message: str
     hint: str | None
     log: str | None = absent()
-    """Of a job that killed its workers: the end of what the last of them said."""
+    """For a job that killed its workers, the end of the last worker's output."""
 
 
 class TrainStatus(Answer):
-    """One job. Times are ISO 8601, UTC. `completed` means served, unless it was not to be (`auto_load`) or is
-    `unhealthy`: then its version is stored, and `warnings` say how to activate it."""
+    """Holds the state of a training job. Times are ISO 8601, UTC. A `completed` job's version is served, unless the
+    request had `auto_load: false` or the version is `unhealthy`: then the version is stored, and `warnings` say how to
+    activate it."""
 
     job_id: str
     kind: Kind
@@ -494,37 +501,38 @@ class TrainStatus(Answer):
     step: int
     steps: int
     current_loss: float | None
-    """Of the last step; null before the first."""
+    """The loss of the last step; null before the first."""
     adapter_name: str
     adapter_version: str | None
-    """What it published."""
+    """The version that the job published."""
     metrics: dict[str, float]
-    """Of the last step."""
+    """The metrics of the last step."""
     created_at: str
     started_at: str | None
     finished_at: str | None
     elapsed_secs: float
-    """From the submission to the end, or to now."""
+    """Seconds from the submission to the end, or to now."""
     duration_secs: float | None
-    """From the start to the end, or to now, without the time in the queue; null for a job that never ran."""
+    """Seconds from the start to the end, or to now, without the time in the queue; null for a job that never ran."""
     position: int | None
     waits: Waits | None
     """Why it waits, and when it begins; null unless it is queued."""
     deadline: Deadline | None
     """Whether it ends in time; null without a `deadline`."""
     attempt: int
-    """How often a worker took it; above 1 after a crash or a restart, or where it made way for others."""
+    """How often a worker took the job; above 1 after a crash or a restart, or if it made way for others."""
     cancel_requested: bool
     error: JobError | None
     config: dict[str, Any]
-    """As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none."""
+    """The configuration in use: with rank, scale and targets of the continued or new adapter if the request names
+    none."""
     summary: dict[str, Any]
-    """What was submitted, in numbers."""
+    """The submission in numbers."""
     changed: list[str] | None
     """The keys of `config` that the request gave something else than the default; null of a job from before they were
     kept."""
     unhealthy: str | None
-    """What was wrong at its end, where that is an error of health: the version is stored and was not made active."""
+    """The error of health at the job's end: the version is stored and was not made active."""
     warnings: list[str]
 
     @property
@@ -548,7 +556,7 @@ class TrainQueue(Answer):
     running: TrainStatus | None
     """The first of those that run."""
     beside: list[TrainStatus]
-    """The others that run."""
+    """The other running jobs."""
     queued: list[WaitingJob]
     completed: list[TrainStatus]
     """All that have ended, however, newest first."""
@@ -618,7 +626,7 @@ class Health(Answer):
 
 
 class AdapterVersion(Answer):
-    """One version, and where it came from."""
+    """Describes an adapter version and its origin."""
 
     version: str
     """`name@number`."""
@@ -628,24 +636,24 @@ class AdapterVersion(Answer):
     size_bytes: int
     base_model: str
     base_hash: str
-    """A fingerprint of the weights that it was trained over."""
+    """A fingerprint of the base weights over which the version was trained."""
     quantization: str | None
-    """How these were quantised, `nf4` or `int8`."""
+    """How the base weights were quantised, `nf4` or `int8`."""
     parent: str
-    """The version that its training started from."""
+    """The version from which the training started."""
     step: int
     job_id: str | None
     unhealthy: str | None
-    """What was wrong at the end of the job that made it. Such a version becomes active, answers to its adapter's name
-    and is continued only by hand: activated, or named with its number."""
+    """The error of health at the end of its job. Such a version becomes active, is meant by its adapter's name and is
+    continued only by hand: activated, or named with its number."""
     surplus: bool
     """Older than the newest `keep_versions` that jobs made: removed once it is neither active, nor the one active
     before, nor in use, nor what a job that has not ended begins from."""
     note: str | None
-    """What somebody wrote about it: PUT /v1/adapters/{name}/notes."""
+    """A user's note on it: PUT /v1/adapters/{name}/notes."""
     held_out: float | None
-    """Its own mean reward on the held-out prompts of the gate when it was last judged; null: it was not.
-    `metrics` are of the job that made it, whose completions its predecessor sampled."""
+    """Its own mean reward on the gate's held-out prompts when it was last judged; null if it was not. `metrics` are
+    those of its job, whose completions its predecessor sampled."""
     metrics: dict[str, float]
 
 
@@ -662,7 +670,7 @@ class AdapterSummary(Answer):
     active_version: str | None
     """The version of this adapter that is active, if one is."""
     notes: dict[str, str]
-    """What somebody wrote about its versions, by version; those without a note are not in it."""
+    """Users' notes on its versions, by version; only of versions with a note."""
 
 
 class AdapterList(Answer):
@@ -673,7 +681,7 @@ class AdapterList(Answer):
     active_version: str
     """The active version: `name@number`, or `base`."""
     keep_versions: int | None
-    """How many versions that jobs made are kept of each adapter; null keeps all."""
+    """The number of versions made by jobs that are kept of each adapter; null keeps all."""
     available: list[AdapterSummary]
 
 
@@ -681,7 +689,7 @@ class AdapterDetail(AdapterSummary):
     """The answer of GET /v1/adapters/{name}."""
 
     history: list[AdapterVersion]
-    """Its versions, oldest first."""
+    """The adapter's versions, oldest first."""
 
 
 class AdapterLoaded(Answer):
@@ -693,7 +701,7 @@ class AdapterLoaded(Answer):
 class AdapterNoted(Answer):
     version: str
     note: str | None
-    """As it is kept; null: there is none."""
+    """The stored note; null if there is none."""
 
 
 class AdapterUnloaded(Answer):

@@ -52,7 +52,7 @@ class Synced:
 class WeightSyncer:
     """Syncs and saves one policy. `log_path`/states/step-000010 are the states, of which the newest few stay.
 
-    `rewinds`: the store is this run's alone, so that a run that goes on publishes the numbers that were lost again.
+    `rewinds`: the store is this run's alone, so that a run that continues publishes the numbers that were lost again.
     """
 
     def __init__(

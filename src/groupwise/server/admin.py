@@ -284,7 +284,7 @@ class MemoryShown(Answer):
     free_gb: float | None
     """Null on a CPU."""
     model_gb: float
-    """Of it the base model's weights."""
+    """The part of it that the base model's weights take."""
 
 
 class TrainingShown(Answer):

@@ -1,4 +1,4 @@
-"""The server as a whole: the application over its parts, and a process's life from its first to its last second.
+"""The server as a whole: the application over its parts, and the server process from start to exit.
 
     build_app    the parts -> a FastAPI application with every route, guarded and documented
     serve        a configuration -> a running server, until SIGTERM or SIGINT
@@ -9,8 +9,8 @@
     activate what was active, start the worker, be ready
     SIGTERM or Ctrl-C                          503 to new requests; those in flight may end, the worker saves; exit
     a second one                               exit at once; the next start repairs what that left
-    the GPU is lost to this process            the same as SIGTERM, with exit code 75 and /health 503: whoever keeps the
-                                               server up (a container, systemd) starts it again
+    the GPU is lost to this process            the same as SIGTERM, with exit code 75 and /health 503: the service
+                                               manager (a container, systemd) restarts the server
 
 Nothing heavy is imported before the port is bound.
 """
@@ -153,7 +153,7 @@ class _Front:
 
 
 def _loading_app(config: ServeConfig, gate: Gate, recorder: Recorder) -> ASGIApp:
-    """/health, the web interface's files, and the guard's 503 for everything else."""
+    """Return the application while the model loads: /health, the web interface's files, and 503 for everything else."""
     from starlette.responses import JSONResponse
 
     from groupwise import __version__
@@ -362,7 +362,7 @@ class _ServerProcess:
         await Retention(store=server.store, ledger=server.ledger, policies=server.policies, keep=keep).run()
 
     async def _drain(self) -> None:
-        """No new requests; those in flight, and the worker, have `shutdown_timeout_s`."""
+        """Refuse new requests, and give those in flight, and the worker, `shutdown_timeout_s`."""
         assert self._server is not None
         self._gate.drain()
         self._announce(f"stopping; requests in flight: {len(self._uvicorn.server_state.tasks)}")
@@ -425,12 +425,12 @@ def _load(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder: Re
 
 # ---- small pieces of a process's life ----
 async def _first(*tasks: asyncio.Task[Any]) -> None:
-    """Until one of them is done."""
+    """Wait until one of them is done."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _in_daemon(work: Callable[[], Server]) -> Server:
-    """`work` in a thread that does not keep the process alive; asyncio's own threads do."""
+    """Run `work` in a thread that does not keep the process alive, as asyncio's own threads do."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Server] = loop.create_future()
 

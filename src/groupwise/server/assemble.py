@@ -167,7 +167,7 @@ def begin_with(server: Server, adapter: Located, *, always: bool) -> PolicyVersi
 
 
 def open_engine(config: ServeConfig, base: LoadedModel) -> LiveEngine:
-    """Return what samples. Raises EngineError, ConfigError."""
+    """Return the engine that samples. Raises EngineError, ConfigError."""
     if config.engine == "vllm":
         from groupwise.engine.vllm.live import open_live
 

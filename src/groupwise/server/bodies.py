@@ -5,7 +5,7 @@
 
 Refused as `invalid_json`: what is not JSON in UTF-8, NaN and Infinity, lone surrogates, nesting without end, and a key
 that stands twice in an object (of two rewards, or two system prompts, which one counts?). Refused as `invalid_value`,
-or with a code of its own: what the model does not take. `param` is the JSON path of the field; a value is repeated
+or with its own code: what the model does not take. `param` is the JSON path of the field; a value is repeated
 shortly.
 """
 
@@ -83,7 +83,7 @@ def check_content_type(request: HTTPRequest, *, wanted: str = "application/json"
 
 
 def parse_body(raw: bytes, model: type[M], config: ServeConfig | None = None) -> M:
-    """`raw` as a `model`, within the limits of `config`. Raises RequestError."""
+    """Parse `raw` as a `model`, within the limits of `config`. Raises RequestError."""
     _scan(raw)
     try:
         return model.model_validate_json(raw, context=config or ServeConfig())
@@ -166,7 +166,7 @@ def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> Requ
 
 
 def _path(problem: ErrorDetails, data: Any) -> Path:
-    """Return where in the body the problem is. Pydantic's location also names members of unions, which nobody wrote."""
+    """Return the path of the problem in the body, without the members of unions that Pydantic's location also names."""
     path: list[str | int] = []
     for i, key in enumerate(problem["loc"]):
         last = i == len(problem["loc"]) - 1

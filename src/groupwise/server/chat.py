@@ -243,7 +243,7 @@ class ChoiceStream:
 
 
 class _Chat:
-    """One chat request's answer."""
+    """Builds the answer to a chat request, whole or as a stream."""
 
     def __init__(self, asked: Admission, body: ChatRequest, prompt: ChatPrompt):
         self._asked, self._body, self._prompt = asked, body, prompt

@@ -103,8 +103,8 @@ def read_completions(
 
 
 def encode_raw(prompts: Sequence[Raw], base: TextModel, *, context: int | None) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises RequestError for an id that the model does not have, ContextLengthError for a
-    text that is far longer than the context; without `context` any length will do."""
+    """Return the token ids of each prompt. Raises RequestError for an id that the model does not have,
+    ContextLengthError for a text that is far longer than the context; without `context` any length will do."""
     encoded = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
@@ -131,7 +131,8 @@ class _Row:
 
 
 class _Choice:
-    """One choice: what is echoed in front of it, what was sampled and not sent, and where the next token's text is."""
+    """Builds one choice of an answer: holds the echoed text in front of it, the sampled tokens that are not sent yet,
+    and the offset of the next token's text."""
 
     def __init__(self, index: int, asked: Admission, prompt: int, raw: Raw, body: CompletionRequest):
         tokenizer = asked.tokenizer
@@ -151,7 +152,7 @@ class _Choice:
 
 
 class _Answer:
-    """One request's answer."""
+    """Builds the answer to a completions request, whole or as a stream."""
 
     def __init__(self, asked: Admission, body: CompletionRequest):
         self._asked, self._body, self._n = asked, body, body.n or 1

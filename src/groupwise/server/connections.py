@@ -55,12 +55,12 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours."""
+        """Do nothing: the application handles signals."""
         yield
 
 
 def make_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
-    """uvicorn's server with our connections, without signals, and with nothing of its own in the log but errors."""
+    """Make uvicorn's server with our connections, without signals, and with only errors in its log."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     settings = uvicorn.Config(
         app,
@@ -99,8 +99,8 @@ class _Flow(FlowControl):
 
 
 class Connection(H11Protocol):
-    """One connection. `most` is how many may be open. Those that could be closed to make room are in `in_wait` (see
-    `waiting`) and `at_rest` (between two requests), by when they came there."""
+    """Serves an HTTP connection. At most `most` connections may be open; if one more comes, the server closes one that
+    waits (`in_wait`, see `waiting`) or that is between two requests (`at_rest`). Both are ordered by time of entry."""
 
     most: ClassVar[int] = 4096
     in_wait: ClassVar[dict[Connection, None]] = {}

@@ -113,7 +113,7 @@ async def answer(
 
 
 class Spoken:
-    """One reply, in the dialect of its `writer`."""
+    """Builds the answer to a request in the dialect of its `writer`, whole or as a stream."""
 
     def __init__(
         self,

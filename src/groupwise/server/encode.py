@@ -42,7 +42,8 @@ ROUNDING = 1e-4  # nats that a log-probability may be above 0
 def template_options(
     options: TemplateOptions | None, tokenizer: PreTrainedTokenizerBase, at: str = "chat_template_kwargs"
 ) -> dict[str, Any]:
-    """Return what the chat template is told besides the messages. Raises RequestError for what it does not read."""
+    """Return the chat template's variables in addition to the messages. Raises RequestError for one that it does not
+    read."""
     given = {} if options is None else options.model_dump(exclude_none=True)
     for name, value in given.items():
         where = f"{at}.{name}"
@@ -103,7 +104,7 @@ def encode_example(example: SftExample, at: str, base: TextModel) -> job_payload
 
 
 class _Texts:
-    """A group's prompt, if it has messages, and completions that are known by their text."""
+    """Holds a group's prompt, if it has messages, and the completions that are posted as text."""
 
     def __init__(self, group: ScoredGroup, at: str, base: TextModel):
         self._options = template_options(group.chat_template_kwargs, base.tokenizer, f"{at}.chat_template_kwargs")

@@ -214,7 +214,7 @@ def add_handlers(
         return respond(INTERNAL)
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # to nobody; the status is for the metrics
+        return Response(status_code=499)  # the client has gone; the status is for the metrics
 
     app.add_exception_handler(GroupwiseError, known)
     app.add_exception_handler(ClientDisconnect, gone)

@@ -2,7 +2,7 @@
 
     while_connected   work that is cancelled when the client goes away
     EventStream       a response of events: pings, failures as events, and [DONE] at the end
-    following         a response that goes on for as long as there is something to look at, with pings
+    following         a response that stays open for as long as there is something to look at, with pings
 
 A stream begins only when its first event is there, so what can be wrong by then still has a status code of its own;
 what fails later is an error event. Every stream ends with [DONE]: clients take one that just ends for a success.
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class ClientGone(GroupwiseError):
-    """The client closed the connection: nobody reads this."""
+    """The client closed the connection, so no answer is sent."""
 
     code, status = "client_disconnect", 499
 
@@ -55,7 +55,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def while_connected(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`, which is cancelled when the client goes away or whoever waits here is cancelled.
+    """Return the result of `work`. `work` is cancelled if the client goes away or if the caller is cancelled.
 
     Raises:
         ClientGone: the client closed the connection first.
@@ -106,11 +106,11 @@ async def _with_pings(events: AsyncGenerator[bytes, None]) -> AsyncIterator[byte
 
 
 class EventStream(Response):
-    """The answer as server-sent events: those of `events`, which has given its `first` one already, then [DONE].
+    """Sends an answer as server-sent events: `first`, then the rest of `events`, then [DONE].
 
-    A failure becomes the event that `fail` makes of it, in which the paths `without` are hidden; `done` ends the stream
-    in the words of its dialect. However it ends, `events` is closed and
-    then `resources`, which are told of the failure. Somebody who has read nothing for `stall_s` seconds is given up.
+    `fail` turns a failure into an event, in which the paths `without` are hidden; `done` ends the stream in its
+    dialect. In every case `events` is closed, and then `resources`, which get the failure. A client that reads nothing
+    for `stall_s` seconds is disconnected.
     """
 
     media_type = "text/event-stream"

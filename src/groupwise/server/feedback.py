@@ -61,13 +61,13 @@ class FeedbackRequest(NullIsAbsent, OwnRequest):
     thumb: Literal["up", "down"] | None = None
     """A score of 1 or 0."""
     correction: Annotated[str, Field(min_length=1, max_length=MOST_TEXT)] | None = None
-    """What should have been said instead: the whole answer."""
+    """The whole answer that should have been given instead."""
     better_than: RolloutId | None = None
     """Another answer to the same prompt, which is worse than this one."""
     user: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Who says so; of several scores of one answer by the same user, with the same key, the last one counts."""
+    """The user who rates; of several scores of one answer by the same user, with the same key, the last one counts."""
     comment: Annotated[str, Field(max_length=MOST_COMMENT)] | None = None
-    """For people; nothing is trained on it."""
+    """A comment for people; it is not trained on."""
 
     @model_validator(mode="after")
     def _says_something(self) -> FeedbackRequest:
@@ -199,10 +199,10 @@ def shown(rating: Feedback) -> FeedbackAnswer:
 
 # ---- what is remembered ----
 class AnswerLog:
-    """Writes answers into the ledger, many in one transaction, in a thread of its own: no request waits for the disk.
+    """Writes answers into the ledger, many in one transaction, in its own thread: no request waits for the disk.
 
     A kill loses the answers of the last moment, and feedback on them is refused; feedback that was acknowledged is
-    never lost. Where the disk fails, answers are not kept and requests go on.
+    never lost. Where the disk fails, answers are not kept and requests continue.
     """
 
     def __init__(self, ledger: Ledger):

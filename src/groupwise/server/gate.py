@@ -3,20 +3,20 @@
     Gatekeeper    asked by the supervisor about each published version; watches the trial while `watch` runs, which
                   ends as `server.trials` says
 
-The gate evaluates the new version and the active one on the held-out prompts (`run.evaluate`), and lets the new one
-pass only if it is not worse than that and than the best one that ever went live through the gate (`run.verdict`). All
-are evaluated anew for each version that is judged, with seeds of that look: what was chosen by lucky draws is not the
-measure for ever. Where the best one is not in the store any more, what it did when it was judged stands in for it.
-Which one is the best (BEST), and where it all began (START), are settings beside the feedback; both are forgotten
-when somebody activates a version by hand: from then on that version is the best and the beginning. The best is
-forgotten, too, when prompts, rewards or sampling of the gate change.
+The gate evaluates the new version and the active one on the held-out prompts (`run.evaluate`). The new version passes
+only if it is not worse than the active one and not worse than the best one that ever went live through the gate
+(`run.verdict`). All of them are evaluated again for each judged version, with the seeds of that look, so that a version
+with lucky samples does not stay the measure. If the best one is not in the store any more, its results from the time
+when it was judged are used. The best version (BEST) and the first one (START) are settings stored with the feedback;
+both are forgotten when a person activates a version: this version is then the best and the first. The best is also
+forgotten when prompts, rewards or sampling of the gate change.
 
-How often the prompts were looked at is kept, too (LOOKS), as all versions share the error of one decision
-(`algo.evidence.share_of_error`). With prompts to `confirm` only those count that got as far.
+The number of looks at the prompts is stored, too (LOOKS), as all versions share the error of one decision
+(`algo.evidence.share_of_error`). With prompts to `confirm`, only versions that reach these prompts count.
 
-A refused version stays in the store with the reason and is not continued by its name; it can be activated by hand. A
-trial (a shadow, then a canary) survives restarts and kills: what is on trial, for how long a server has answered by it,
-how many of its requests failed and what pairs were compared are settings beside the feedback, as of the last look
+A refused version stays in the store with the reason, and its name does not continue it; a person can activate it. A
+trial (a shadow, then a canary) survives restarts and kills: the version on trial, the time for which servers have
+answered by it, its failed requests and the compared pairs are settings stored with the feedback, as of the last look
 (WATCH_S).
 """
 
@@ -133,7 +133,7 @@ class Gatekeeper:
             raise
 
     def _restore(self) -> None:
-        """Go on with the trial that there was when the server ended, or say that the configuration has none now."""
+        """Continue the trial of the server's last end, or report that the configuration has none now."""
         book = self._parts.feedback
         kept = book.setting(TRIAL)
         if kept is None:
@@ -168,14 +168,14 @@ class Gatekeeper:
         self._looked = clock()
 
     async def _count(self, trial: Trial) -> None:
-        """Move the trial's clock on, and keep it and the counts: nobody rates while the server is away, so the clock
-        stands still then, and goes on after a restart."""
+        """Advance the trial's clock, and store it and the counts. The clock stops while the server is down, when no
+        ratings can come, and continues after a restart."""
         now = clock()
         trial.seconds, self._looked = trial.seconds + now - self._looked, now
         await asyncio.to_thread(self._parts.feedback.set, COUNTS, trial.counts)
 
     def _hash_of_measuring(self) -> str:
-        """Another value whenever other held-out rewards could come of the same version."""
+        """Return a hash that changes whenever the same version could get other held-out rewards."""
         config = self._config
         told = config.model_dump(mode="json", include={"rewards", "samples", "temperature", "max_tokens"})
         digest = hashlib.sha256(json.dumps([told, self._parts.base.hash], sort_keys=True).encode())
@@ -215,7 +215,7 @@ class Gatekeeper:
     # --- looks at the prompts ---
 
     def _hash_of(self, name: str) -> str:
-        """Another value for other prompts."""
+        """Return a hash of the prompts."""
         told = sorted(repr(prompt.token_ids) for prompt in self._sets[name])
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
@@ -246,8 +246,8 @@ class Gatekeeper:
     # --- where it began ---
 
     async def _start(self, active: PolicyVersion, old: Measured) -> tuple[PolicyVersion, Start]:
-        """Return the version that totals are counted from, and the length of its answers: the active one at first, and
-        where somebody activated it by hand. `old` is what that did."""
+        """Return the version from which totals are counted, and the length of its answers. At first, and after a person
+        activated a version, it is the active one; `old` has the active one's results."""
         book = self._parts.feedback
         kept, best = await asyncio.to_thread(book.setting, START), await asyncio.to_thread(book.setting, BEST)
         live = best["live"] if best is not None else [] if kept is None else [kept["version"]]
@@ -272,7 +272,7 @@ class Gatekeeper:
 
     @property
     def trial(self) -> Trial | None:
-        """Return what is on trial."""
+        """Return the trial, None without one."""
         return self._parts.policies.trial
 
     @property
@@ -298,8 +298,7 @@ class Gatekeeper:
         return self.trial
 
     async def decide(self, job: Job, version: PolicyVersion) -> tuple[Decision, str]:
-        """Return what the supervisor does with a published version. What fails for now raises GroupwiseError: ask
-        again."""
+        """Return the decision about a published version. Raises GroupwiseError for a temporary failure: ask again."""
         parts, store = self._parts, self._parts.store
         if self.trial is not None:
             return (
@@ -350,8 +349,8 @@ class Gatekeeper:
     async def judge(
         self, version: PolicyVersion, active: PolicyVersion
     ) -> tuple[Verdict, dict[str, Any], dict[str, Any]]:
-        """Return the verdict on the version beside the active one, what it did on the held-out prompts, and what the
-        best one so far did. Raises RewardError, EngineError, AdapterError, DeadlineError."""
+        """Return the verdict on the version compared with the active one, its results on the held-out prompts, and
+        those of the best version so far. Raises RewardError, EngineError, AdapterError, DeadlineError."""
         verdict, new, best = await self._judged("prompts", version, active)
         if verdict.passed and "confirm" in self._sets:
             again, _, _ = await self._judged("confirm", version, active)
@@ -481,7 +480,7 @@ class Gatekeeper:
         return outcome
 
     async def _look_at_shadow(self, trial: Trial) -> Outcome:
-        """Judge it; one that passes goes on to the canary, or live."""
+        """Judge it; one that passes continues to the canary, or live."""
         shadow = self._config.shadowing
         assert shadow is not None
         outcome, verdict = judge_shadow(trial, config=shadow, scored=self._shadow_scorer is not None)

@@ -1,12 +1,12 @@
 """The bridge between a request and the engine, and back.
 
     Generation    requests in the engine for one client: tokens as they are sampled, or all completions
-    Said          what was sampled of one completion and has not been sent yet
+    Said          the sampled tokens of a completion that have not been sent yet
     tokens_of     a whole completion as the same tokens
 
-The engine's thread never waits for anybody: it leaves tokens in a `Generation`'s buffer. A client that reads too
-slowly fills its own buffer and loses its own request. Whatever ends a request early (the client left, the deadline, a
-full buffer) cancels its futures, and the engine frees the rows before their next token.
+The engine's thread never waits for a client: it leaves tokens in a `Generation`'s buffer. A client that reads too
+slowly fills its own buffer and loses its own request. If a request ends early (the client left, the deadline, a full
+buffer), its futures are cancelled, and the engine frees the rows before their next token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlowReaderError(GroupwiseError):
 
 
 class Token(NamedTuple):
-    """One sampled token of completion `choice` of the `prompt`-th request."""
+    """Holds a sampled token of completion `choice` of the `prompt`-th request."""
 
     prompt: int
     choice: int
@@ -50,9 +50,9 @@ class Generation:
     """Requests in the engine for one client. Make it in the event loop; `cancel` it when done with it, always.
 
     Args:
-        timeout_s: how long the requests may take, from `began`.
+        timeout_s: the seconds that the requests may take, from `began`.
         stream: keep tokens for `next`; otherwise there are only the `completions`.
-        first_token_s: how long a stream may wait for its first token, from `began`.
+        first_token_s: the seconds that a stream may wait for its first token, from `began`.
         began: the event loop's time; None is now.
 
     Raises:
@@ -164,7 +164,7 @@ class Generation:
         """Wake `next`, from any thread; many tokens make one call of the loop."""
         if not self._told:
             self._told = True
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits
+            with suppress(RuntimeError):  # the loop has been closed: no request waits
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:

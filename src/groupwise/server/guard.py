@@ -71,11 +71,11 @@ WATCHED = ("/v1/train/events/", "/v1/events")
 WATCHES = 64  # such streams of one sender: an event is sent to each
 POLLED = "/api/v1/retrieve_future"  # many at once, and all they do is wait
 QUIET = (OPEN, "/v1/health", "/ready", "/metrics", POLLED)  # asked by the second; a line for each would hide the others
-LINKS = "/api/v1/links/"  # whose paths hold a secret of their own
+LINKS = "/api/v1/links/"  # whose paths hold their own secret
 OPENAI_PREFIX = "/oai/api"  # where Tinker has OpenAI's routes
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
-GRACE_S = 5.0  # routes have deadlines of their own, with better messages
+GRACE_S = 5.0  # routes have their own deadlines, with better messages
 UPLOADS = 2  # that are received or unpacked at once
 UPLOAD = "/v1/adapters/upload"
 BODY_LIMITS = {
@@ -245,7 +245,7 @@ class Guard:
     # --- admission ---
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Everything that the head of a request decides. Raises the GroupwiseError to answer with."""
+        """Check everything that the head of a request decides. Raises the GroupwiseError to answer with."""
         host, origin = headers.get("host"), headers.get("origin")
         if self._checks_host and host is not None and not self._is_known(host):
             raise ForbiddenError(
@@ -280,7 +280,8 @@ class Guard:
             )
 
     def _caller(self, headers: Headers, path: str) -> Caller | None:
-        """Return who sent a request; nobody to /health, which answers in any case, where the keys cannot be read."""
+        """Return the caller of a request. If the keys cannot be read, return None for /health, which answers in any
+        case; other paths raise StorageError."""
         try:
             return self._keyring.of(headers, path)
         except StorageError:
@@ -298,7 +299,7 @@ class Guard:
             return True
         try:
             return host is not None and urlsplit(origin).netloc == host
-        except ValueError:  # it is no URL, as "http://[bad"
+        except ValueError:  # not a URL, such as "http://[bad"
             return False
 
     def _keyless(self, scope: Scope, headers: Headers) -> AuthenticationError:

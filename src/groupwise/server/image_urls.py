@@ -1,12 +1,13 @@
-"""Images that requests name by an address: found in a body, fetched beside the event loop, known while it is read.
+"""Fetches images that requests name by an address: finds them in a body, fetches them without blocking the event loop,
+and provides them while the body is read.
 
-    find_addresses(raw, ...)     where they stand, without reading the body otherwise
+    find_addresses(raw, ...)     the addresses and their places, without reading the body otherwise
     RemoteImages.fetched(...)    the pictures of these addresses, by address
-    knowing(pictures, read)      `read`, for which these addresses are pictures (`dialects.images.FETCHED`)
+    knowing(pictures, read)      `read` with these pictures for their addresses (`dialects.images.FETCHED`)
 
-Only where the configuration allows hosts (`images.allowed_hosts`) and the model sees. At most so many images are
-fetched at once for all requests, and a part of these for one; those of one request take together no more bytes than a
-body may have.
+Used only if the configuration allows hosts (`images.allowed_hosts`) and the model takes images. The number of images
+fetched at once is limited for all requests together, and for each request to a part of that; a request's images may
+have together no more bytes than a body.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class RemoteImages:
 
 
 def find_addresses(raw: bytes, base: TextModel, config: ServeConfig, *_: Any, **known: Any) -> Found:
-    """Return the addresses of images in a body, and in the conversation that it goes on with (`history`), and where
-    they stand; none in one that is no JSON, which whoever reads it says."""
+    """Return the addresses of images, with their places, in a body and in the conversation that it continues
+    (`history`). A body that is not JSON has none; its reader reports the error."""
     try:
         body = from_json(raw)
     except ValueError:

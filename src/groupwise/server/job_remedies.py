@@ -2,8 +2,8 @@
 /v1/train/sft.
 
     train.learning_rate=9e-05      config.learning_rate=9e-05
-    rollout.group_size=16          in words: `n` of /v1/completions/batch, since whoever posts a job sampled before it
-    rollout.refill=2               left out: nobody refills a job
+    rollout.group_size=16          in words: `n` of /v1/completions/batch, since the client sampled before posting
+    rollout.refill=2               left out: a job cannot be refilled
 
 A change is computed from the job's own configuration, and is left out if it changes nothing or would be refused.
 """
@@ -31,7 +31,7 @@ _ELSEWHERE = {  # said before a job is posted
 
 
 def job_remedies(rule: str, kind: str, config: Mapping[str, Any], *, name: str = "") -> list[str]:
-    """Return what to do about a finding of this rule in a job of this configuration, as it was accepted."""
+    """Return the remedy for a finding of this rule in a job of this accepted configuration."""
     return [text for remedy in _REMEDIES[rule] if (text := _told(remedy, kind, _effective(config), name)) is not None]
 
 
@@ -56,7 +56,7 @@ def _told(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> st
 
 
 def _changes(remedy: Remedy, kind: str, config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """(field, its new value), of those that there are and that would be other ones."""
+    """Yield (field, new value) for the fields that the job has and that would change."""
     for key, change in remedy.overrides.items():
         field = job_field(key, kind)
         if field is not None and (new := changed(config.get(field), change, name)) is not None:

@@ -4,21 +4,20 @@
     FeedbackTrainer  while `run` runs: waits for `after` ratings, completes and scores their groups, queues a job
     /v1/learn        what it does and why it does not; pause and resume
 
-A group is the completions of one prompt. Rated answers keep the score that people gave them. Where several rated
-answers of a prompt differ, they are a group by themselves. Otherwise the server samples further completions from the
-version that answered, and the rewards of the configuration score these. A correction is not trained on as a completion:
-the policy did not sample it, so it has no place among the probabilities that GRPO weighs. It is what the group is
-compared with: the column `answer` of the rewards, or, without rewards, the reference of ROUGE-L.
+A group is the completions of one prompt. Rated answers keep the score of their rating. If several rated answers of a
+prompt differ, they are a group by themselves. Otherwise the server samples further completions from the version that
+answered, and the configuration's rewards score them. A correction is not trained on as a completion: the policy did not
+sample it, so GRPO has no probability for it. The group is compared with the correction instead: it is the column
+`answer` of the rewards, or, without rewards, the reference of ROUGE-L.
 
-`after` counts ratings whose groups have something to learn, which is known once they are completed and scored. Those
-that are completed are kept in memory until they are enough, as long as the version that a job would continue is the
-same.
-A group in which everything scored alike waits for a later version, which completes it anew, up to MAX_FAILURES times;
-one in which everything is right (1) is spent at once.
+`after` counts ratings whose groups have something to learn, which is known after they are completed and scored.
+Completed groups are kept in memory until there are enough, as long as the version that a job would continue stays the
+same. A group whose scores are all equal waits for a later version, which completes it again, up to MAX_FAILURES times;
+a group in which every answer is right (1) is used up at once.
 
-The newest ratings are trained first, and those of answers that `max_behind` versions went live after are dropped. Where
-ratings come faster than jobs can take them, taking the oldest first would let every job teach what the policy no longer
-says, ever further back.
+The newest ratings are trained first. Ratings of an answer are dropped once `max_behind` versions went live after its
+own. If ratings come faster than jobs can take them, taking the oldest first would train every job on answers that the
+policy no longer gives, ever older ones.
 
 A job is queued and takes its ratings in one transaction: a kill between rating and job loses neither, and no rating is
 trained twice. A job that fails or is cancelled gives them back.
@@ -114,7 +113,7 @@ class RatedGroup:
 
     @property
     def version(self) -> str:
-        """Return what further completions are sampled from: the version of the newest rated answer."""
+        """Return the version that samples further completions: that of the newest rated answer."""
         return self.records[-1].version
 
 
@@ -177,7 +176,7 @@ def ratings_in(groups: Iterable[RatedGroup]) -> list[int]:
 
 
 def temperature_of(groups: Sequence[RatedGroup]) -> float:
-    """Return what a job of these groups is trained at: the temperature of most rated answers; 1 where all are
+    """Return the temperature of a job of these groups: the temperature of most rated answers; 1 where all are
     greedy."""
     sampled = Counter(record.temperature for group in groups for record in group.records if record.temperature > 0)
     return sampled.most_common(1)[0][0] if sampled else 1.0
@@ -199,7 +198,7 @@ def automatic_jobs(ledger: Ledger) -> list[Job]:
 
 
 def open_scorer(rewards: Sequence[RewardConfig], scoring: ScoringConfig, *, folder: Path) -> Scorer:
-    """Return the rewards, in processes of their own if there are to be any. Raises ConfigError, LoadError."""
+    """Return the rewards, in their own processes if there are to be any. Raises ConfigError, LoadError."""
     functions = load_rewards(rewards, folder=folder)
     if not scoring.workers:
         return Scorer(functions)
@@ -239,7 +238,7 @@ class FeedbackTrainer:
             await asyncio.sleep(poll_s)
 
     async def attempt(self) -> str | None:
-        """`step`, of which no failure ends the server."""
+        """Run `step`; no failure of it ends the server."""
         try:
             return await self.step()
         except GroupwiseError as error:
@@ -374,7 +373,7 @@ class FeedbackTrainer:
         self._alike += await self._put_off([(group, done) for group, done in new if not done.useful])
         useful = [group for group in rated if group.seqs in self._done and self._done[group.seqs].useful]
         seqs = ratings_in(useful)
-        self._seen = None  # what waits is counted anew
+        self._seen = None  # the waiting ratings are counted again
         if len(seqs) < self._config.after and len(useful) < self._config.max_groups:
             if failed:
                 raise failed[0]
@@ -427,7 +426,8 @@ class FeedbackTrainer:
         return Completed(tuple((r, float(s)) for r, s in zip(records, scores, strict=True) if s is not None))
 
     async def _siblings(self, group: RatedGroup, temperature: float, adapter: str) -> list[RolloutRecord]:
-        """Further completions of the prompt, kept as rollouts. Raises AdapterNotFoundError if the version is gone."""
+        """Sample further completions of the prompt, and keep them as rollouts. Raises AdapterNotFoundError if the
+        version is gone."""
         parts, n = self._parts, self._config.group_size - len(group.records)
         room = parts.engine.context_length - len(group.prompt_ids)
         if n < 1 or room < 1:
@@ -552,7 +552,7 @@ async def learn_history(
 
 @router.post("/pause", **documented(answer=LearnAnswer, errors=[RequestError]))
 async def pause(parts: Learning) -> LearnAnswer:
-    """Make no more jobs by itself, also after a restart. A job that is queued goes on; cancel it to stop it."""
+    """Make no more jobs by itself, also after a restart. A job that is queued continues; cancel it to stop it."""
     return await asyncio.to_thread(_set_paused, parts, True)
 
 
@@ -592,7 +592,7 @@ def _set_paused(parts: LearnParts, paused: bool) -> LearnAnswer:
 
 
 def shown(parts: LearnParts) -> LearnAnswer:
-    """Return what automatic training does, as it is answered. Reads the disk."""
+    """Return the state of automatic training, as the route answers it. Reads the disk."""
     config, trainer = parts.config.learn, parts.trainer
     lately = automatic_jobs(parts.ledger)
     running = next((job for job in lately if not job.state.is_final), None)

@@ -32,7 +32,7 @@ class StartError(GroupwiseError):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen on `host`:`port` (0: a free port). Connections wait in the kernel until somebody accepts them."""
+    """Listen on `host`:`port` (0: a free port). Connections wait in the kernel until the server accepts them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -68,7 +68,7 @@ def url_of(listener: socket.socket) -> str:
 
 @contextmanager
 def own(state_dir: Path) -> Iterator[None]:
-    """Context manager: this process is the only server on `state_dir`. A second one would hand out the same jobs."""
+    """Make this process the only server on `state_dir` during the block. A second one would train the same jobs."""
     path = state_dir / "server.lock"
     try:
         state_dir.mkdir(parents=True, exist_ok=True)

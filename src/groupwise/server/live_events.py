@@ -1,6 +1,6 @@
-"""GET /v1/events: how the server is, as server-sent events, for those who would otherwise ask every second.
+"""GET /v1/events: the server's state as server-sent events, for clients that would otherwise poll every second.
 
-Each event is the answer of a route that is there anyway, sent at the beginning and whenever it is another one:
+Each event is the answer of another route, sent at the beginning and whenever the answer changes:
 
     event: health       GET /v1/health
     event: decode       GET /v1/stats/decode
@@ -9,8 +9,8 @@ Each event is the answer of a route that is there anyway, sent at the beginning 
     event: jobs         GET /v1/train/status, then only the jobs that changed
     event: learn        GET /v1/learn
 
-It is state, not history: events have no ids, and who comes back begins anew. The steps of a job are in its own
-stream, /v1/train/events/{job_id}.
+The stream is state, not history: events have no ids, and a client that reconnects gets the present state first. The
+steps of a job are in its own stream, /v1/train/events/{job_id}.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class MetricRule(Answer):
 
     id: str
     holds: str
-    """When it holds, as "mean of 10: warn > 0.3, error > 0.8"."""
+    """The condition under which it holds, as "mean of 10: warn > 0.3, error > 0.8"."""
     remedies: list[str]
 
 
@@ -35,7 +35,7 @@ class MetricDefinition(Answer):
     good: str
     """The range or the course to expect; empty where it is a plain count."""
     otherwise: str
-    """What to do where it is not; empty where only the rules say it."""
+    """What to do if it is not good; empty if only the rules say it."""
     rules: list[MetricRule]
 
 

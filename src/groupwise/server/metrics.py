@@ -87,7 +87,7 @@ class _Tokens:
 
 
 class _Watched(Collector):
-    """Gauges that somebody else knows."""
+    """Collects gauges whose values other parts of the server provide, through `sources`."""
 
     def __init__(self) -> None:
         self.sources: list[Callable[[], Iterable[Sample]]] = []
@@ -103,7 +103,7 @@ class _Watched(Collector):
 
 
 class Recorder:
-    """One server's numbers. Its methods are for the event loop; `exposition` may run in a thread."""
+    """Records a server's metrics. Call the methods in the event loop; `exposition` may run in a thread."""
 
     def __init__(self, *, model_name: str, version: str = ""):
         self.registry = CollectorRegistry()
@@ -162,7 +162,7 @@ class Recorder:
         )
 
     def tokens(self, record: RequestRecord, count: int = 1) -> None:
-        """`count` tokens came just now."""
+        """Record `count` tokens that have just been sampled."""
         if record.over or count < 1:
             return
         now, gap = time.monotonic(), None
@@ -184,7 +184,8 @@ class Recorder:
         cached_tokens: int | None = None,
         completion: str = "",
     ) -> None:
-        """It ended: stop, length, tool_calls, or timeout, error, client_disconnect. Only the first call counts."""
+        """Record the request's end: stop, length, tool_calls, or timeout, error, client_disconnect. Only the first call
+        counts."""
         if record.over:
             return
         record.over, now = True, time.monotonic()
@@ -244,7 +245,7 @@ class Recorder:
     # --- the rest ---
 
     def rated(self, *, score: float | None) -> None:
-        """Feedback was kept: a good score (0.5 or more), a poor one, or none."""
+        """Record stored feedback: a good score (0.5 or more), a poor one, or none."""
         self._feedback.labels("no_score" if score is None else "good" if score >= 0.5 else "poor").inc()
 
     def shadowed(self, result: str, *, tokens: int = 0) -> None:
@@ -268,7 +269,7 @@ class Recorder:
         self._watched.sources.append(source)
 
     def exposition(self) -> bytes:
-        """Prometheus's text format, version 0.0.4."""
+        """Return the metrics in Prometheus's text format, version 0.0.4."""
         return generate_latest(self.registry)
 
 

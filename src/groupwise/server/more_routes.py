@@ -1,4 +1,4 @@
-"""The protocol of routes that packages add to the server: other systems' wires, under paths of their own.
+"""The protocol of routes that packages add to the server: other systems' wires, under their own paths.
 
 A package makes some known by an entry point of the group `groupwise.routes`. They stand behind the server's guard, keys
 and limits as its own routes do.

@@ -5,7 +5,7 @@
 
 A sender is an address, a key or a tenant. One sender gets at most seven of every eight places, so that a client that
 opens a thousand connections cannot keep the others out. Waiting requests are served in turns: the sender with the
-fewest places first, and the oldest request of one sender first. A key may have a limit of its own (`groupwise keys add
+fewest places first, and the oldest request of one sender first. A key may have its own limit (`groupwise keys add
 --concurrent-requests`): its requests beyond the limit wait, and requests of others pass them.
 """
 
@@ -50,7 +50,7 @@ class Places:
 
     @asynccontextmanager
     async def held(self, sender: str, key: Key | None = None) -> AsyncIterator[None]:
-        """Context manager: one place is taken, of the key's too where that has a bound. Raises OverloadedError."""
+        """Take a place for the block, also one of the key's if the key has a bound. Raises OverloadedError."""
         request = _Request.of(sender, key)
         await self._take(request)
         try:
@@ -126,5 +126,5 @@ def give_back(held: Counter[str], sender: str) -> None:
 
 
 def _share(places: int) -> int:
-    """Return how many of so many places one sender may have."""
+    """Return how many of this many places one sender may have."""
     return places - places // KEPT

@@ -8,9 +8,10 @@ version, one admitted after it begins on the new one, and a version that cannot 
 log-probabilities never becomes active. Swaps, rollbacks and deletions wait for each other, first come first served, so
 of a storm of swaps the newest wins.
 
-Where as many adapters are loaded as may be, requests for another one wait, first come first served. For each version
-that is waited for, one of those that are loaded (the one asked for longest ago) takes no new requests and makes room
-when its last one has ended: those that keep coming do not starve who waits, and who waits does not stop the others.
+When as many adapters are loaded as allowed, requests for another one wait, first come first served. For each version
+that is waited for, the least recently requested of the loaded ones takes no new requests and is unloaded when its last
+request has ended. So a stream of requests for loaded versions does not starve the waiting ones, and the waiting ones do
+not stop the other versions.
 
 Counts and the alias belong to the server's event loop and change only between awaits. Everything that is slow happens
 elsewhere: files in threads, the engine's loading in one thread of its own, one adapter at a time.
@@ -83,7 +84,7 @@ def check_free_name(name: str, *, served_name: str) -> None:
 
 
 class ComposedAdapter(Protocol):
-    """One adapter of a composition."""
+    """Names an adapter of a composition and its scale."""
 
     @property
     def name(self) -> str: ...
@@ -111,7 +112,7 @@ class _Loaded:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request that waits until there is room for its adapter. `turn` is its adapter's entry, in which it is counted
+    """Holds a request that waits until there is room for its adapter. `turn` is its adapter's entry, which counts it
     already."""
 
     version: PolicyVersion
@@ -132,10 +133,11 @@ class Pair:
 
 @dataclass
 class Trial:
-    """A version that answers a share of the requests beside `against`, the active one: those that name none, instead of
-    it (a canary), or those that it has answered, once more, unseen (a shadow, which makes `pairs`).
-    `requests` and `errors`: True is under the version on trial; of requests that name a version neither counts.
-    `after`: the number of the newest rating when it began. `seconds`: how long servers have answered by it."""
+    """Holds the state of a trial: a version answers a share of the requests that name no version. A canary answers them
+    instead of `against`, the active version; a shadow answers them again after it, unseen by clients, which makes
+    `pairs`. `requests` and `errors` count both versions' requests (True: the version on trial); requests that name a
+    version are not counted. `after`: the number of the newest rating when the trial began. `seconds`: the time for
+    which servers have answered by it."""
 
     version: PolicyVersion
     against: PolicyVersion
@@ -150,7 +152,7 @@ class Trial:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Return what `go_on` needs in another process; goes through JSON."""
+        """Return the values that `go_on` needs in another process; fit for JSON."""
         counted: dict[str, Any] = {"requests": list(self.requests.values()), "errors": list(self.errors.values())}
         if self.pairs:
             counted["pairs"] = [[pair.rewards, pair.tokens, pair.gap] for pair in self.pairs]
@@ -180,7 +182,7 @@ class Trial:
             self.requests[version == self.version] += 1
 
     def failed(self, version: PolicyVersion) -> None:
-        """It failed, and not by its client's doing."""
+        """Record that the request failed, through no fault of its client."""
         if version in (self.version, self.against):
             self.errors[version == self.version] += 1
 
@@ -190,10 +192,10 @@ class Policies:
 
     Args:
         base: the model under all adapters; an adapter of another one is refused.
-        served_name: what `model` may say instead of nothing at all.
+        served_name: the name that `model` may have for the active version.
         max_loaded: adapters kept in the engine besides the active one. Those that no request uses are unloaded, the
             one unused for longest first; where all are in use, requests for another one wait.
-        max_waiting: how many requests may wait so; further ones are turned away.
+        max_waiting: the most requests that may wait for room; further ones are refused.
     """
 
     def __init__(
@@ -242,17 +244,17 @@ class Policies:
 
     @property
     def active(self) -> PolicyVersion:
-        """Return what answers requests that name no adapter."""
+        """Return the version that answers requests without an adapter."""
         return self._active
 
     @property
     def in_use(self) -> dict[PolicyVersion, int]:
-        """The adapters in the engine, and how many requests use each."""
+        """Return the adapters in the engine, and the number of requests that use each."""
         return {version: entry.users for version, entry in self._loaded.items()}
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for room for their adapter."""
+        """Return the number of requests that wait for room for their adapter."""
         return len(self._waiting)
 
     def resolve(self, *, model: str | None = None, adapter: str | None = None) -> PolicyVersion:
@@ -386,10 +388,10 @@ class Policies:
                 self._deleting.difference_update(versions)
 
     async def prune(self, find: Callable[[], Collection[PolicyVersion]]) -> list[PolicyVersion]:
-        """Remove those of the versions that `find` names that nobody needs, and return them. It is called, in a thread,
-        when nothing changes any more: a swap that is waited for takes its time. Raises StorageError.
+        """Remove the versions that `find` names and that are not needed, and return them. `find` is called in a thread,
+        once no swap is under way. Raises StorageError.
 
-        The active one, those that requests use, the one that rollback would go to, and the newest of a name stay.
+        The active version, versions in use by requests, the target of a rollback, and the newest of each name stay.
         """
         async with self._changing:
             kept = {self._active, self._store.active, *(version for version, users in self.in_use.items() if users)}
@@ -461,7 +463,7 @@ class Policies:
         else:
             entry = await self._turn(version, load, patience_s)
         try:
-            await asyncio.shield(entry.loading)  # whoever gives up does not stop it for the others
+            await asyncio.shield(entry.loading)  # a request that gives up does not stop the loading for others
             yield
         finally:
             self._leave(entry)
@@ -477,7 +479,7 @@ class Policies:
         entry = self._loaded.get(version)
         if entry is None or entry.failed:
             entry = self._loaded[version] = _Loaded(self._in_loader(load))
-            entry.loading.add_done_callback(lambda _: self._settle())  # perhaps nobody wants it any more, and it may go
+            entry.loading.add_done_callback(lambda _: self._settle())  # if no request wants it any more, it may go
         self._leases += 1
         entry.users, entry.used = entry.users + 1, self._leases
         return entry
@@ -533,7 +535,7 @@ class Policies:
         return waiting is self._waiting[0] and (waiting.version in self._loaded or self._has_room())
 
     def _has_room(self) -> bool:
-        """Return whether one more can be loaded; unloads what nobody uses for it."""
+        """Return whether one more adapter can be loaded; first unload an unused one if that makes the room."""
         self._unload_idle(room=1)
         return len(self._others()) < self._max_loaded
 
@@ -556,7 +558,7 @@ class Policies:
 
     def _in_loader(self, work: Callable[[], None]) -> asyncio.Future[None]:
         future = asyncio.get_running_loop().run_in_executor(self._loader, work)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps no request waits any more
         return future
 
     # --- in the loader's thread ---
@@ -598,7 +600,7 @@ class Policies:
 
 
 class RecordedPolicies(Policies):
-    """The policies of a server, or of a tenant's part of it, as `config` says; swaps are counted and timed."""
+    """Manages the policies of a server, or of a tenant in it, by `config`, and counts and times the swaps."""
 
     def __init__(
         self, config: ServeConfig, store: AdapterStore, engine: LiveEngine, *, base: LoadedModel, recorder: Recorder

@@ -30,7 +30,7 @@ COUNTED = ("adapters", "tinker")  # directories
 
 
 class TenantFullError(GroupwiseError):
-    """The tenant has as much as it may have. The disk is well, and others' requests are taken."""
+    """The tenant has reached its limit. The disk is not full, and other tenants' requests are accepted."""
 
     code, status, exit_code = "tenant_full", 507, 2
 

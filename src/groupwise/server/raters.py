@@ -1,17 +1,17 @@
 """Decides which raters count: one whose ratings contradict the known rewards is ignored (`raters` in the
 configuration).
 
-    Raters          while `watch` runs: compares what raters say of answers to known prompts with what the rewards say
+    Raters          while `watch` runs: compares ratings of answers to known prompts with the answers' rewards
     POST /v1/learn/raters/trust     lets a rater count again
 
-Anybody can rate, and a rater who is careless, or hostile, teaches the model as much as an honest one. What shows them
-are prompts whose answers can be scored without them. Of each such prompt a rater's first rating is compared with the
-reward of that answer: 1/2 or more is good on both scales, and of two answers the better one is the one with the higher
-reward. A rating of 1/2, or of answers of which nothing better is known, says nothing of the rater.
+Any user can rate, and a careless or hostile rater teaches the model as much as an honest one. Prompts whose answers can
+be scored by rewards reveal such a rater: a rater's first rating for each of these prompts is compared with the reward
+of the rated answer. 1/2 or more is good on both scales, and of two answers the better one is the one with the higher
+reward. A rating of 1/2, or of two answers with equal rewards, is not counted.
 
 A rater is distrusted once it is sure, with `confidence` and at every look, that it agrees less often than `honest`
-(`algo.evidence.log_wealth`). Its ratings, earlier and later ones, then make no jobs and decide no canary. It stays so
-until somebody trusts it by hand. How often this errs is in docs/gates.md.
+(`algo.evidence.log_wealth`). Its ratings, earlier and later ones, then make no jobs and decide no canary, until a
+person trusts the rater again. docs/gates.md says how often this errs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def dishonest(agreed: Sequence[bool], *, honest: float, confidence: float) -> bo
 
 
 def named(rater: Rater) -> str:
-    """Return what people call a rater."""
+    """Return a rater's name for people."""
     sender, user = rater
     who = "those without a user" if user is None else f"user {user!r}"
     return f"{who} of the key {sender!r}" if sender else who
@@ -157,7 +157,7 @@ class Raters:
         return new
 
     def shown(self, *, limit: int) -> list[RaterAnswer]:
-        """Return what is known of raters: those who are distrusted first, then those who agreed least often. Reads the
+        """Return the raters' records: those who are distrusted first, then those who agreed least often. Reads the
         disk."""
         distrusted = self._log.distrusted()
         agreed = {rater: list[bool]() for rater in distrusted} | self._log.agreed(self._known.keys())
@@ -205,7 +205,7 @@ class TrustRequest(OwnRequest):
 
 @router.post("/trust", **documented(TrustRequest, LearnAnswer, errors=[RequestError]))
 async def trust(request: Request, parts: Learning) -> LearnAnswer:
-    """Let the ratings of a rater count again who is distrusted, and begin anew to compare them."""
+    """Let the ratings of a distrusted rater count again, and restart the comparison of them with rewards."""
     body = await read_body(request, TrustRequest)
     if parts.raters is None:
         hint = "name prompts and rewards under `raters` in its configuration"

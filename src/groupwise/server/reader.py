@@ -112,7 +112,7 @@ class RawBody:
 
 @asynccontextmanager
 async def receive_body(http: Request, reader: Reader) -> AsyncIterator[RawBody]:
-    """Context manager: the whole body of a request. The guard counts its bytes and its time.
+    """Yield the whole body of a request. The guard counts its bytes and its time.
 
     Raises BodyTooLargeError, SlowBodyError, OverloadedError as the guard, StorageError if the disk does not take it.
     """
@@ -195,11 +195,11 @@ class Reader:
         self._remote.close()
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """`work` in one of this reader's threads; those that all routes share stay free."""
+        """Run `work` in one of this reader's threads; the threads that all routes share stay free."""
         return self._threads.submit(work, *args, **kwargs)
 
     async def read_json(self, http: Request, read: Read[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `read` makes of a request's body, which is JSON.
+        """Return `read`'s result for a request's body, which is JSON.
 
         Raises:
             MediaTypeError: the content type is another.

@@ -1,10 +1,9 @@
-"""The process that readers of long bodies are forked from: `python -m groupwise.server.reader_process DESCRIPTOR`.
+"""The process from which readers of long bodies are forked: `python -m groupwise.server.reader_process DESCRIPTOR`.
 
-`reader` starts it (`forks`), and tells it a (TextModel, ServeConfig). Each process that is forked here gets three
-descriptors:
+`reader` starts it (`forks`), and sends it a (TextModel, ServeConfig). Each forked process gets three descriptors:
 
-    conversation   a socket. GO goes out, a pickled (niceness, function, args, kwargs) comes, and DONE goes out when the
-                   answer is in its file. When the other end closes before, nobody wants it, and the process ends.
+    conversation   a socket. The process sends GO, receives a pickled (niceness, function, args, kwargs), and sends DONE
+                   when the answer is in its file. If the other end closes before that, the process ends.
     body           a file, whose bytes are the function's first argument
     answer         a file, for the pickled `ReadResult`
 """
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _most_bytes(size: int, config: ServeConfig, *, sees: bool) -> int:
-    """Return the memory that a body of so many bytes may take: a list of numbers, as objects, takes twenty times its
+    """Return the memory that a body of this many bytes may take: a list of numbers, as objects, takes twenty times its
     text, and an image, decoded and prepared, any number of times its file."""
     return config.reading_bytes if sees else min(config.reading_bytes, ROOM + FACTOR * size)
 

@@ -37,7 +37,8 @@ class Prunes(Protocol):
     """The part of `Policies` that is needed here."""
 
     async def prune(self, find: Callable[[], Collection[PolicyVersion]]) -> Sequence[PolicyVersion]:
-        """Remove those of the versions that `find` names, when nothing changes any more, that nobody uses."""
+        """Remove the unused ones of the versions that `find` names, and return them. `find` is called once no swap is
+        under way."""
         ...
 
 

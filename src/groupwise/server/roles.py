@@ -55,7 +55,7 @@ class RoleError(GroupwiseError):
 
 
 class OwnersError(GroupwiseError):
-    """The key is a tenant's, and this is the owner's alone."""
+    """The key is a tenant's, and only the owner may do this."""
 
     code, status, exit_code = "owners_only", 403, 2
 

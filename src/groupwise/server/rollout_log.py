@@ -1,12 +1,13 @@
-"""GET /v1/rollouts and /v1/rollouts/{id}: what was sampled here, and what jobs were trained on, to be read by people.
+"""GET /v1/rollouts and /v1/rollouts/{id}: completions that were sampled here, and those that jobs were trained on, for
+people to read.
 
     recent   completions that /v1/completions/batch and other requests kept, newest first, each with the reward that the
              newest job was posted for its id
-    a job    the completions it was posted, by group, with reward and advantage; ids are {job_id}.{group}.{completion}
+    a job    the job's posted completions, by group, with reward and advantage; ids are {job_id}.{group}.{completion}
 
-Pages go by a cursor, so that a hundred thousand rows are read as they are scrolled to. A search for text looks in
-prompts and completions, at SCAN_ROWS rows a page at most: a page may then have few rows, and a next one all the same.
-The ledger's file is read through a connection that cannot write and that nobody else waits for.
+Pages go by a cursor, so that a hundred thousand rows are read while they are scrolled to. A search for text reads
+prompts and completions, at most SCAN_ROWS rows for a page: such a page may have few rows, and still a next page.
+The ledger's file is read through a separate connection that cannot write and that delays no other.
 """
 
 from __future__ import annotations
@@ -324,7 +325,7 @@ def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]
 # ---- what a job was posted ----
 @dataclass(frozen=True, kw_only=True)
 class _Posted:
-    """A job's groups; `places` is (group, completion) of every one, in order."""
+    """Holds a job's groups; `places` is (group, completion) of every completion, in order."""
 
     job: Job
     groups: Sequence[EncodedGroup]

@@ -47,9 +47,9 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A turn of an episode, or a message between two, and who says it; "" of a completion that is no episode.
+    """Holds a turn of an episode, or a message between two, and its author; "" for a completion outside an episode.
 
-    `images` are the SHA-256 of those in the message; `reward` is the turn's own; `fork`: it does not go on from the
+    `images` are the SHA-256 of those in the message; `reward` is the turn's own; `fork`: it does not continue from the
     turn before, and begins a trained segment.
     """
 
@@ -62,8 +62,8 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownCompletion:
-    """One rollout. `by_token` is False where its tokens' texts are not known and `pieces` are whole turns. `stop`: why
-    an episode ended; None of what is none."""
+    """Holds a rollout as the web interface shows it. `by_token` is False if the texts of single tokens are not known:
+    then a piece is a whole turn. `stop` says why an episode ended; None for a rollout without an environment."""
 
     reward: float | None
     rewards: Mapping[str, float | None]
@@ -164,7 +164,7 @@ def _transcript(raw: Mapping[str, Any], said: Sequence[Block], told: Sequence[st
 
 
 def _told(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
-    """Return what each turn saw beyond the turn before and what that said; "" where the tokens do not go on from
+    """Return what each turn saw beyond the turn before and what that said; "" where the tokens do not continue from
     there."""
     texts: list[str] = []
     seen: list[int] | None = None
@@ -178,7 +178,7 @@ def _told(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], tokeniz
 
 
 def _forks(turns: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int]) -> list[bool]:
-    """Return whether each turn does not go on from the one before."""
+    """Return whether each turn does not continue from the one before."""
     forks: list[bool] = []
     seen: list[int] = []
     for turn in turns:
@@ -268,7 +268,7 @@ def _fitting(sizes: Sequence[int], most: int) -> int:
 
 
 def _gaps(turn: Mapping[str, Any]) -> list[float | None]:
-    """Trainer's minus sampler's log-probability per token, where the trainer's were recorded."""
+    """Return the trainer's minus the sampler's log-probability per token, if the trainer's were recorded."""
     sampled, trained = _numbers(turn["logprobs"]), _numbers(turn.get("trainer_logprobs") or ())
     if len(trained) != len(sampled):
         return [None] * len(sampled)

@@ -1,6 +1,6 @@
 """POST /v1/completions/batch: `n` rollouts of each of many conversations, to be scored and posted to /v1/train/grpo.
 
-All groups enter the engine together. Every completion draws with a seed of its own, even where prompts are equal. What
+All groups enter the engine together. Every completion draws with its own seed, even where prompts are equal. What
 was sampled is kept in the ledger under its `rollout_id`, so that a reward for that id trains exactly these tokens, and
 its text is the whole reply, the thinking too: a verifier should see what the policy did.
 """
@@ -110,8 +110,8 @@ def encode_conversations(
     context: int,
     field: str,
 ) -> list[tuple[int, ...]]:
-    """Token ids of each conversation of a body's `field`. Raises RequestError, with its path, for one that the template
-    refuses or that is far longer than the context."""
+    """Return the token ids of each conversation of a body's `field`. Raises RequestError, with its path, for one that
+    the template refuses or that is far longer than the context."""
     offered, said = tuple(tool.as_dict() for tool in tools or ()), template_options(options, tokenizer)
     encoded = []
     for i, messages in enumerate(conversations):
@@ -127,7 +127,7 @@ def encode_conversations(
 
 
 def _records(asked: Admission, groups: Sequence[Sequence[Completion]]) -> list[RolloutRecord]:
-    """Return what is kept of each completion, by prompt, then by completion, under ids of their own."""
+    """Return what is kept of each completion, by prompt, then by completion, under their own ids."""
     return [replace(each, id=f"rollout-{secrets.token_hex(12)}") for each in asked.records(groups)]
 
 

@@ -51,8 +51,8 @@ class RunsHealth(Answer):
 def build_run_app(
     runs: Mapping[str, RunFiles], config: ServeConfig, *, gate: Gate | None = None, served: str | None = None
 ) -> FastAPI:
-    """Return every route over these runs, behind the guard. Of `config` the address, the key and the limits count.
-    `served` is the version that the live server beside it answers with."""
+    """Return the application with every route over these runs, behind the guard. It uses the address, the key and the
+    limits of `config`. `served` is the active version of the live server, None without one."""
     began = time.time()
     app = FastAPI(title="Groupwise", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.runs, app.state.served = runs, served
@@ -76,7 +76,7 @@ class WithRun:
     """ASGI application: a live server, and under /run what `groupwise ui` shows of the run that it serves.
 
     Args:
-        served: what the run's adapter is called in the server's store; None if it has published none.
+        served: the name of the run's adapter in the server's store; None if the run has published none.
     """
 
     def __init__(self, app: FastAPI, run_dir: Path, config: ServeConfig, *, gate: Gate, served: PolicyVersion | None):

@@ -1,11 +1,11 @@
-"""The directory of a run, read while somebody else may be writing it: its metrics as they grow, its state, its config.
+"""Reads the directory of a run while another process may write it: its metrics as they grow, its state, its config.
 
-    MetricsFile    metrics.jsonl: what is behind a cursor; the cursor of a file that was replaced begins anew
-    RunFiles       one run
-    open_runs      the runs of several directories, each under an id of its own
-    with_stages    the same, and behind each run the stages that came before it
+    MetricsFile    metrics.jsonl: the lines after a cursor; the cursor restarts if the file was replaced
+    RunFiles       the files of one run
+    open_runs      the runs of several directories, each with its own id
+    with_stages    the same, and after each run the stages that came before it
 
-Only whole lines are read: what follows the last newline is being written, or torn. Nothing here writes or locks.
+Only whole lines are read: text after the last newline is incomplete. This module writes and locks nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from groupwise.store.rollouts import plain
 from groupwise.store.rundir import CONFIG
 from groupwise.store.tracking import METRICS
 
-FRESH_S = 60.0  # a run that was written to so lately goes on, wherever the process is that holds its lock
+FRESH_S = 60.0  # a run that was written to so lately is in progress, wherever the process is that holds its lock
 
 _LOCK = ".lock"
 
@@ -75,7 +75,7 @@ class MetricsFile:
         self._last: dict[str, float] = {}
 
     def since(self, after: str | None = None) -> RecordPage:
-        """Return what came behind `after`; all without one. Raises RequestError for what is no cursor."""
+        """Return the lines after the cursor `after`, or all without one. Raises RequestError for an invalid cursor."""
         if after is not None and not _CURSOR.fullmatch(after):
             raise RequestError(
                 f"after is {after[:64]!r}; it must be the `next` of an answer, or left out", field="after"
@@ -146,14 +146,14 @@ def _number(value: Any) -> float | None:
 
 
 class RunFiles:
-    """One run. `id` is what the API calls it."""
+    """Reads the files of a run's directory. `id` is the run's id in the API."""
 
     def __init__(self, directory: Path, *, id: str):
         self.directory, self.id = directory, id
         self.metrics = MetricsFile(directory / METRICS)
 
     def config(self) -> tuple[Mapping[str, Any], str | None]:
-        """Return the configuration, and why it cannot be read, if so."""
+        """Return the configuration, and, if it cannot be read, the reason."""
         path = self.directory / CONFIG
         try:
             stat = path.stat()
@@ -200,7 +200,7 @@ class RunFiles:
         )
 
     def health(self) -> Report:
-        """Return what is wrong, or was; with overrides for this configuration, if it is one of this version."""
+        """Return the findings, open or ended; with overrides for this configuration, if it is one of this version."""
         return examine(self.metrics.by_step(), config=self._known())
 
     def _known(self) -> RunConfig | None:
@@ -270,7 +270,7 @@ def is_run(directory: Path) -> bool:
 def open_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
     """Return the runs by id: the shortest ends of their paths that tell them apart, with `~` for the slashes.
 
-    Raises ConfigError for what is no run, and for one that is named twice.
+    Raises ConfigError for a directory that is not a run, and for one that is named twice.
     """
     for directory in directories:
         if not is_run(directory):
@@ -287,7 +287,7 @@ def open_runs(directories: Sequence[Path]) -> dict[str, RunFiles]:
 
 
 def with_stages(runs: Mapping[str, RunFiles]) -> dict[str, RunFiles]:
-    """Return the runs, and behind each those of its stages that have begun, as runs of their own, the last one first.
+    """Return the runs, and behind each those of its stages that have begun, as their own runs, the last one first.
     One that is among the runs already is not added."""
     known, found = {run.directory for run in runs.values()}, dict[str, RunFiles]()
     for id, run in runs.items():

@@ -97,7 +97,7 @@ class SampleQuery:
 
 
 def page(run: RunFiles, wanted: SampleQuery, *, after: int | None, limit: int) -> RolloutPage:
-    """Up to `limit` rows behind the cursor `after`."""
+    """Return up to `limit` rows after the cursor `after`."""
     begin, skip = (None, 0) if after is None else divmod(after, PLACES)
     rows, read = list[RolloutRow](), 0
     for step, path in _files(run):
@@ -148,7 +148,7 @@ def _in_order(
 
 
 def facets(run: RunFiles) -> RolloutFacets:
-    """Return what the completions can be filtered by, counted in the newest files, as far as one page reads."""
+    """Return the values by which completions can be filtered, counted in the newest files, as far as one page reads."""
     versions, reasons, tags = Counter[str](), Counter[str](), dict[str, Counter[str]]()
     counted = read = 0
     places = _files(run)
@@ -229,7 +229,7 @@ def _files(run: RunFiles) -> list[tuple[int, Path]]:
 
 
 def _lines(path: Path, left_out: Callable[[str], object] = log.warning) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(number, group) of each line that is JSON; none of a file that is gone."""
+    """Yield (number, group) for each line that is JSON; none for a file that is gone."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file):
@@ -258,7 +258,7 @@ def _rows(run: RunFiles, step: int, path: Path) -> tuple[Sequence[FoundRow], int
 
 
 def _stat(path: Path) -> tuple[int, int]:
-    """Return when a file was changed, and its size; 0 of one that is gone, as a run that goes on from a checkpoint
+    """Return when a file was changed, and its size; 0 of one that is gone, as a run that continues from a checkpoint
     removes what it will write again."""
     try:
         stat = path.stat()
@@ -301,7 +301,7 @@ class _Line:
         ]
 
     def text(self, i: int) -> str:
-        """Return what the policy said, turn by turn."""
+        """Return the policy's text, turn by turn."""
         return "\n".join(turn["text"] for turn in self.raw["rollouts"][i]["turns"])
 
     def fields(self, i: int, prompt: str, text: str) -> dict[str, Any]:
@@ -400,10 +400,11 @@ PAIR_TOKENS = 1000  # of a completion that is shown
 
 
 def change_of(run: RunFiles) -> RunEvaluations:
-    """Return the first evaluation beside the last, or beside that of the version which the run keeps (`eval.best`);
-    greedy if that was evaluated.
+    """Return the comparison of the first evaluation with the last, or with that of the version which the run keeps
+    (`eval.best`); greedy if the run evaluated greedily.
 
-    Nothing (`mode` is None) where there are not two, or where they cannot be read or are not of the same prompts.
+    The comparison is empty (`mode` is None) if there are not two evaluations, if they cannot be read, or if their
+    prompts differ.
     """
     nothing = RunEvaluations(
         run=run.id, mode=None, first=None, last=None, prompts=0, better=0, worse=0, paired=[], changed=[]

@@ -8,7 +8,7 @@ GET /v1/runs/{run}/rollouts[/{id}]    its completions, in pages; and the group o
 GET /v1/runs/{run}/images/{digest}    an image of its prompts
 GET /v1/diff                          where configurations and held-out rewards differ
 GET /v1/metrics/definitions           what each metric means (groupwise.server.findings)
-GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it goes on
+GET /v1/events, /v1/events/{run}      the list whenever it changes; a run's metrics while it is in progress
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def show_run(request: Request, run: str) -> RunDetail:
 
 @router.get("/runs/{run}/metrics", **documented(answer=RunMetrics, errors=[RunNotFoundError, RequestError]))
 async def run_metrics(request: Request, run: str, after: Cursor = None) -> RunMetrics:
-    """Return what was recorded of each step so far, or only what came behind a cursor."""
+    """Return the metrics of each step so far, or only those after a cursor."""
     lines = await run_in_threadpool(_run(request, run).metrics.since, after)
     return RunMetrics(run=run, steps=[dict(record) for record in lines.records], next=lines.next, anew=lines.anew)
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
-INTERACTIVE = 8  # a request for this many completions is somebody waiting; for more it is a batch
+INTERACTIVE = 8  # a request for at most so many completions has a person waiting; one for more is a batch
 IN_PERSON = 8  # requests of one address at once that are; what it sends besides gives way to others, as a batch does
 
 SAMPLING_ERRORS = (
@@ -208,7 +208,7 @@ class Admissions:
     Args:
         usage: counts what named keys use, and bounds it.
         gate: offers answers to a version that is on trial as a shadow; None without a gate.
-        under_way: how many requests for completions each address has. For the event loop.
+        under_way: the number of requests for completions of each address. For the event loop.
     """
 
     config: ServeConfig

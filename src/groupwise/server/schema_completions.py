@@ -96,7 +96,7 @@ def _too_many(what: str, most: int) -> Exception:
 
 
 class CompletionLogprobs(Answer):
-    """One entry a token. The first token of an echoed prompt has no log-probability and no alternatives."""
+    """Holds an entry for each token. The first token of an echoed prompt has no log-probability and no alternatives."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

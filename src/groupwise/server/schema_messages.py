@@ -73,7 +73,7 @@ class StructuredOutputs(NullIsAbsent, BodyPart):
     schema_: str | JsonObject | None = Field(default=None, alias="json")
     """A JSON Schema, itself or as a string."""
     regex: Annotated[str, Field(min_length=1)] | None = None
-    """What the whole text matches, in the syntax of Rust's regular expressions."""
+    """A regular expression that the whole text matches, in the syntax of Rust's regular expressions."""
     choice: Choices | None = None
     """Texts, one of which it is."""
     grammar: Annotated[str, Field(min_length=1)] | None = None

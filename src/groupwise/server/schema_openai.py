@@ -2,12 +2,12 @@
 
 Names and meanings are OpenAI's, and vLLM's where OpenAI has none; `adapter`, `adapters` and what gives token ids back
 are ours. Ranges and what excludes what are checked here, before anything is tokenised. An option that this server does
-not have is refused, unless its value changes nothing, also one that only other servers have (`OTHERS`); what says
-nothing about the answer (`BOOKKEEPING`) and fields that nobody here knows are ignored on OpenAI's routes and refused on
-ours. null is a field that is left out.
+not have is refused, unless its value changes nothing, also one that only other servers have (`OTHERS`). Fields without
+an effect on the answer (`BOOKKEEPING`) and unknown fields are ignored on OpenAI's routes and refused on ours. null
+counts as a field that is left out.
 
-What is sampled for training (`Sampling` alone) has no penalties and no biases: its tokens would be drawn from another
-distribution than the one that is trained. They are `ShapedSampling`'s.
+Completions for training (`Sampling` alone) have no penalties and no biases: their tokens would be sampled from another
+distribution than the trained one. `ShapedSampling` has these options.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Sampling(PolicyChoice):
     stop: Stop | None = None
     """Strings that end a completion; they are cut from its text."""
     stop_token_ids: Annotated[list[TokenId], FailFast(), AtMost("max_stop")] | None = None
-    """Token ids that end a completion, besides the model's own."""
+    """Token ids that end a completion, in addition to the model's own."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     """The same seed and version draw the same completions."""
     ignore_eos: bool | None = None
@@ -212,9 +212,9 @@ class Sampling(PolicyChoice):
     return_tokens_as_token_ids: Annotated[Any, Unsupported(False, hint="use return_token_ids")] = None
 
     response_format: ResponseFormat | None = None
-    """What the answer must be: OpenAI's name for it."""
+    """The required form of the answer, under OpenAI's name."""
     structured_outputs: StructuredOutputs | None = None
-    """What the answer must be: vLLM's name for it. One of these six fields may be given."""
+    """The required form of the answer, under vLLM's name. Only one of these six fields may be given."""
     guided_json: str | JsonObject | None = None
     """`structured_outputs.json`, as vLLM called it before."""
     guided_regex: Annotated[str, Field(min_length=1)] | None = None
@@ -245,7 +245,7 @@ class Sampling(PolicyChoice):
 
     @property
     def answer_grammar(self) -> types.Grammar | None:
-        """Return what the answer must be; None where it may be anything."""
+        """Return the grammar of the answer; None if it is not constrained."""
         for name, value in self.forms.items():
             if isinstance(value, ResponseFormat):
                 given = value.json_schema
@@ -258,7 +258,7 @@ class Sampling(PolicyChoice):
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest completion asked for; None is the server's default."""
+        """Return the requested limit of the completion; None is the server's default."""
         return min((m for m in (self.max_tokens, self.max_completion_tokens) if m is not None), default=None)
 
 
@@ -271,7 +271,7 @@ class ShapedSampling(Sampling):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     """The same times how often it has it; default 0."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    """What prompt or completion have is made less likely by this factor of its logit; default 1, off."""
+    """The factor of the logit by which tokens of the prompt or completion become less likely; default 1, off."""
     logit_bias: LogitBias | None = None
     """Token id -> what is added to its logit; -100 and 100 all but ban and force it."""
     min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
@@ -279,7 +279,7 @@ class ShapedSampling(Sampling):
     include_stop_str_in_output: bool | None = None
     """Leave the stop string, or the text of the stop token id, in the text."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """Keep only so many of the last tokens of a prompt; -1: as many as fit beside what is asked for."""
+    """Keep only this many of the last tokens of a prompt; -1: as many as fit with the requested tokens."""
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -290,7 +290,7 @@ class ShapedSampling(Sampling):
 
 
 class TemplateOptions(Strict):
-    """Variables for the chat template besides the messages, by the names under which the template reads them."""
+    """Holds variables for the chat template in addition to the messages, by the template's names."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -326,15 +326,15 @@ class ChatRequest(ShapedSampling, OpenRequest):
     logprobs: bool | None = None
     """Report the log-probability of each token, after temperature."""
     top_logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
-    """Report this many likeliest tokens beside each."""
+    """Report this many likeliest tokens with each sampled one."""
     chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
-    """Whether the reply goes on with the last message, where that is the assistant's; by default it does. With false it
-    is a turn of its own."""
+    """Whether the reply continues the last message if that is the assistant's, as by default. With false the reply is a
+    separate turn."""
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`, as other servers also have it."""
     echo: bool | None = None
-    """Give back the message that the reply goes on with, in front of it."""
+    """Give back the message that the reply continues with, in front of it."""
 
     add_special_tokens: Annotated[Any, Unsupported(False, hint="the chat template writes them")] = None
     functions: Annotated[Any, Unsupported([], hint="use tools")] = None
@@ -360,7 +360,7 @@ class ChatRequest(ShapedSampling, OpenRequest):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as the chat templates want them."""
+        """Return the offered tools, in the form of the chat templates."""
         return [] if self.tool_choice == "none" else [tool.as_dict() for tool in self.tools or ()]
 
     def _check_choice(self) -> None:
@@ -377,7 +377,7 @@ class ChatRequest(ShapedSampling, OpenRequest):
 
     @property
     def continues(self) -> bool:
-        """Return whether the reply goes on with the last message."""
+        """Return whether the reply continues with the last message."""
         asked = self.continue_final_message
         if asked is None and self.add_generation_prompt is not None:
             asked = not self.add_generation_prompt

@@ -25,7 +25,7 @@ class RolloutNotFoundError(GroupwiseError, LookupError):
 
 
 class RolloutRow(Answer):
-    """One completion in a list; long texts are cut."""
+    """Describes a completion in a list; long texts are cut."""
 
     id: str
     group: str
@@ -33,12 +33,13 @@ class RolloutRow(Answer):
     prompt: str
     text: str
     reward: float | None
-    """null: sampled, and no job was posted it under this id; or it could not be scored."""
+    """null: no job was posted the completion under this id; or the completion could not be scored."""
     job: str | None
-    """The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one."""
+    """The newest job that was posted the completion under this id, or the requested job; null in a run, and before the
+    first job."""
     advantage: float | None
     version: str | None
-    """What sampled it; null where a job was not told."""
+    """The version that sampled the completion; null if the job's request did not say."""
     finish_reason: Literal["stop", "length"] | None
     temperature: float
     reshaped: list[str]
@@ -56,7 +57,8 @@ class RolloutPage(Answer):
     rows: list[RolloutRow]
     next: int | None
     newest: int | None = absent()
-    """Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later."""
+    """A cursor to the newest completion that was sampled here (not of a job): send it as `since` to get only later
+    ones."""
 
 
 class FacetCount(Answer):
@@ -75,28 +77,27 @@ class RolloutFacets(Answer):
     versions: list[FacetCount]
     finish_reasons: list[FacetCount]
     steps: list[int]
-    """Of a run, newest first: every step that has completions."""
+    """For a run, every step that has completions, newest first."""
     tags: dict[str, list[FacetCount]]
-    """Of a run: the prompts' other columns that have few values, by name."""
+    """For a run, the prompts' other columns with few values, by name."""
 
 
 Sort = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
 
 
 class RolloutDetail(RolloutRow):
-    """One completion with its tokens; `logprobs` are those of its sampler, null where nobody recorded them."""
+    """Describes a completion with its tokens; `logprobs` are the sampler's, null if they were not recorded."""
 
     rewards: dict[str, float | None]
-    """The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
-    and has none."""
+    """The parts of a run's reward by name; null: this function failed. Empty in a job, which is posted one reward."""
     error: str | None
-    """Why a run could not score it."""
+    """Why a run could not score the completion."""
     token_ids: list[int]
     tokens: list[str]
-    """As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
-    tokenizer is not on this machine."""
+    """The tokens as text. A run's episode includes the messages between the policy's turns. If the run's tokenizer is
+    not on this machine, each entry is a whole turn."""
     logprobs: list[float | None] | None
-    """One for each of `tokens`; null for what the policy did not write."""
+    """One for each of `tokens`; null for tokens that the policy did not sample."""
 
 
 class RolloutGroupDetail(Answer):
@@ -106,7 +107,7 @@ class RolloutGroupDetail(Answer):
     prompt: str
     prompt_token_ids: list[int]
     images: list[str | None] | None = absent()
-    """Of a prompt with images, in order: the address of each on this server; null where it is not kept any more."""
+    """For a prompt with images, in order, the address of each on this server; null if the image is no longer kept."""
     rollouts: list[RolloutDetail]
 
 

@@ -15,7 +15,7 @@ class RunSummary(Answer):
     """A run in the list."""
 
     run: str
-    """Its id here: the directory's name, with more of its path in front where two have the same."""
+    """The run's id here: the directory's name, with more of its path in front if two have the same."""
     directory: str
     name: str
     model: str | None
@@ -24,7 +24,7 @@ class RunSummary(Answer):
     its steps; `empty`: it made none."""
     step: int
     steps: int | None
-    """How many it is to make; null where its configuration cannot be read."""
+    """The number of steps that it should make; null if its configuration cannot be read."""
     reward: float | None
     """The mean reward of its last step."""
     evaluated: dict[str, float]
@@ -39,7 +39,7 @@ class RunList(Answer):
 
     runs: list[RunSummary]
     served: str | None
-    """Of `groupwise serve RUN`: the version of the run that the server began with, or `base`; its web interface is at
+    """With `groupwise serve RUN`, the version of the run that the server began with, or `base`; its web interface is at
     /ui/ of the same address. null: no model is served here."""
 
 
@@ -49,11 +49,11 @@ class RunDetail(RunSummary):
     config: dict[str, Any]
     """Every effective value, under its dotted name."""
     changed: list[str]
-    """The keys of `config` whose values are not the defaults; empty where it is no configuration of this version."""
+    """The keys of `config` whose values are not the defaults; empty if it is not a configuration of this version."""
     versions: list[str]
     """Adapter versions in its directory, oldest first."""
     notes: list[str]
-    """What could not be read."""
+    """Parts that could not be read."""
 
 
 class RunMetrics(Answer):
@@ -65,7 +65,7 @@ class RunMetrics(Answer):
     next: str
     """The cursor behind the last line: send it as `after` to get only what is new."""
     anew: bool
-    """The file was written anew since `after`, as when a run goes on from a checkpoint: `steps` are all there are."""
+    """The file was rewritten since `after`, as when a run resumes from a checkpoint: `steps` are all of them."""
 
 
 class RunHealth(Findings):
@@ -79,7 +79,7 @@ class PairedChange(Answer):
     one."""
 
     measure: str
-    """As `greedy/reward` or `sampled/pass@8`."""
+    """The measure, as `greedy/reward` or `sampled/pass@8`."""
     prompts: int
     difference: float
     error: float | None
@@ -106,27 +106,27 @@ class RunDiff(Answer):
 
 
 class RolloutPart(Answer):
-    """A turn of an episode, or a message between two, which is so many of the episode's `tokens`."""
+    """Describes a turn of an episode, or a message between two turns, and how many of the episode's `tokens` it has."""
 
     role: str
     """`assistant` for the policy; else who said it, as `user` or `tool NAME`."""
     tokens: int
     images: list[str | None] | None = absent()
-    """Of a message with images, in order: the address of each; null where it is not kept any more."""
+    """For a message with images, in order, the address of each; null if the image is no longer kept."""
     reward: float | None
     """The turn's own."""
     begins_segment: bool
-    """The turn does not go on from the one before, and begins a token sequence of its own."""
+    """The turn does not continue from the one before, and begins a token sequence of its own."""
     trained: bool
 
 
 class RunRollout(RolloutDetail):
-    """One completion of a run."""
+    """Describes a run's completion."""
 
     gaps: list[float | None] | None
-    """For each of `tokens` the trainer's log-probability minus the sampler's, where the run recorded them."""
+    """For each of `tokens` the trainer's log-probability minus the sampler's, if the run recorded them."""
     parts: list[RolloutPart]
-    """Of an episode, who said which of `tokens`; empty for what is no episode."""
+    """An episode's turns and messages, with the author and number of `tokens` of each; otherwise empty."""
     ended: str | None
     """Why an episode ended."""
 
@@ -138,7 +138,7 @@ class RunRolloutGroup(Answer):
     prompt: str
     prompt_token_ids: list[int]
     images: list[str | None] | None = absent()
-    """Of a prompt with images, in order: the address of each; null where it is not kept any more."""
+    """For a prompt with images, in order, the address of each; null if the image is no longer kept."""
     columns: dict[str, str]
     """The prompt's other columns, as text."""
     rollouts: list[RunRollout]
@@ -149,7 +149,7 @@ class RunChange(Answer):
 
     prompt: str
     images: list[str | None] | None = absent()
-    """Of a prompt with images, in order: the address of each; null where it is not kept any more."""
+    """For a prompt with images, in order, the address of each; null if the image is no longer kept."""
     columns: dict[str, str]
     before: RunRollout
     after: RunRollout
@@ -170,6 +170,6 @@ class RunEvaluations(Answer):
     better: int
     worse: int
     paired: list[PairedChange]
-    """Of each mode and measure, from `first` to `last`."""
+    """The change from `first` to `last`, for each mode and measure."""
     changed: list[RunChange]
-    """Those whose reward changed most: a few that got better, then a few that got worse."""
+    """The prompts whose reward changed most: a few that got better, then a few that got worse."""

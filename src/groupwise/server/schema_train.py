@@ -29,7 +29,7 @@ SampledIds = Annotated[TokenIds, _at_least(1)]
 
 
 def _under_config(kind: str) -> dict[str, str]:
-    """Return where options go that people write beside `config`."""
+    """Return the right paths of options that belong under `config` and are often written next to it."""
     return {name: f"config.{ours}" for name, ours in JOB_OTHER_NAMES[kind].items()} | {
         name: f"config.{name}" for name in MODELS[kind].model_fields
     }
@@ -40,13 +40,13 @@ class ScoredCompletion(OwnPart):
     """A completion and its reward. Give one of `text`, `rollout_id` and `token_ids`."""
 
     reward: float
-    """How good it is; only differences within its group count."""
+    """The completion's reward; only differences within its group count."""
     text: str | None = None
     """The whole reply, as it was sampled."""
     rollout_id: RolloutId | None = None
-    """What /v1/completions/batch called it: its tokens and their log-probabilities are known here."""
+    """The completion's id from /v1/completions/batch: the server knows its tokens and their log-probabilities."""
     token_ids: SampledIds | None = None
-    """Its tokens, the end of the turn included."""
+    """The completion's tokens, including the end of the turn."""
     logprobs: Annotated[list[float], FailFast()] | None = None
     """The log-probability with which each of `token_ids` was sampled."""
     teacher_logprobs: Annotated[list[float], FailFast()] | None = None
@@ -64,7 +64,7 @@ class ScoredGroup(OwnPart):
     tools: Tools | None = None
     chat_template_kwargs: TemplateOptions | None = None
     completions: Annotated[list[ScoredCompletion], FailFast(), _at_least(2)]
-    """At least two, or there is nothing to compare."""
+    """The completions of the group, at least two, because one cannot be compared."""
 
 
 _ONE_TURN = (

@@ -1,11 +1,11 @@
-"""The shadow: the version on trial answers some of the live requests once more, and nobody sees it (`gate.shadow`).
+"""The shadow: the version on trial answers some of the live requests again, and clients do not see it (`gate.shadow`).
 
-    Shadow.offer    an answer that the active version has given -> a place in the queue, or dropped
-    check_rewards   what scores the pairs must need no column: a live request has none
+    Shadow.offer    an answer of the active version -> a place in the queue, or dropped
+    check_rewards   refuses rewards for the pairs that need a column: a live request has none
 
-A request is offered when its answer is whole, and answered again, one at a time, as work that nobody waits for: the
-engine admits it after everything interactive. While completions wait for a row, or half of the rows are in use, it is
-dropped and counted. What the shadow said is scored and forgotten; only its numbers stay, in `Trial.pairs`, which
+A request is offered when its answer is complete, and answered again, one at a time, at the lowest priority: the engine
+admits it after everything interactive. While completions wait for a row, or half of the rows are in use, it is dropped
+and counted. The shadow's answers are scored and forgotten; only their numbers stay, in `Trial.pairs`, which
 `server.gate` judges.
 """
 
@@ -93,7 +93,7 @@ class Shadow:
         return stats["waiting"] > 0 or stats["running"] >= max(1, self._parts.config.batch_rows // 2)
 
     async def _answer_all(self) -> None:
-        """Until nothing waits any more."""
+        """Answer the queued requests until none waits."""
         while self._waiting:
             asked = self._waiting.popleft()
             if self._parts.policies.trial is asked.trial and len(asked.trial.pairs) < self._config.requests:
@@ -137,7 +137,7 @@ class Shadow:
             return new, sum(await asyncio.to_thread(gaps_between, parts.engine, *ids, temperature=temperature))
 
     async def _pair(self, asked: _Offered, new: Completion, gap: float | None) -> Pair:
-        """Both answers, scored as one group. Raises RewardError if not both can be."""
+        """Score both answers as one group. Raises RewardError if not both can be scored."""
         tokens = (len(new.token_ids), len(asked.answer.token_ids))
         if self._scorer is None:
             return Pair(rewards=None, tokens=tokens, gap=gap)

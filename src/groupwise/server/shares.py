@@ -2,16 +2,17 @@
 
     within_shares   the groups that could be trained on -> those that one job may take
 
-Whoever rates much, or rates one thing under many names, decides what a job teaches. So of the groups of a job
+A person who rates much, or who rates one thing under many names, could decide what a job teaches. So in the groups of a
+job
 
-    one rater       is in a share of `max_share` at most; ratings of one key without a `user` are one rater's, and with
-                    `learn.proven` those of all who have not agreed with enough known prompts
-    one phrase      (one to three tokens in a row of the prompt) is in that share at most beyond its share of the
-                    prompts that were asked lately: what every prompt has, as a template's words, is not bounded
+    one rater       has a share of at most `max_share`. The ratings of one key without a `user` count as one rater's;
+                    with `learn.proven`, so do those of all raters who have not agreed with enough known prompts
+    one phrase      (one to three consecutive tokens of the prompt) exceeds its share of the recent prompts by at most
+                    `max_share`: phrases that every prompt has, such as a template's words, are not bounded
 
-so that a phrase that is rated far more often than it is asked, under whatever names, teaches no more than that. What is
-left out waits for a job with more of the others. Of a phrase that an attacker also has a like share of the requests in
-nothing is known: then it is what the server is used for.
+so that a phrase that is rated far more often than it is asked teaches no more than that, under any number of names.
+Groups that are left out wait for a job with more of the others. An attacker who also sends a similar share of the
+requests with the phrase is not detected: it then looks like normal use of the server.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def within_shares(
     """Return what a job of at most `most` groups may take of these, the first of them first.
 
     Args:
-        raters: who gave each rating, by its number; None is one rater, too.
+        raters: the rater of each rating, by its number; None counts as one rater, too.
         asked: prompts that were asked lately, each once.
         share: `learn.max_share`.
     """

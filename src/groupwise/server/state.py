@@ -10,7 +10,7 @@
     @router.get("/queue")
     async def queue(parts: Jobs) -> TrainQueue: ...
 
-A route gets the parts of whoever sends the request: a tenant's, or the owner's (`server.tenants`). `assemble` builds
+A route gets the parts of the request's sender: a tenant's, or the owner's (`server.tenants`). `assemble` builds
 every part once and gives each what it uses; only it, the application, `server.tenants` and this file know the `Server`.
 """
 
@@ -73,9 +73,9 @@ class Server(Parts):
         responses: the answers of /v1/responses that are kept.
         answers: keeps answers, so that feedback can name them.
         paths: the directories of this machine that no answer names, and what stands in their place.
-        quotas: what may be had and kept.
-        tenants: those of the owner's server; None in a tenant's, and in one without.
-        more: what the routes of packages keep (`more_routes.MoreRoutes.make`), by the package's name.
+        quotas: the limits on adapters and stored bytes.
+        tenants: the tenants of the owner's server; None in a tenant's server, and in one without tenants.
+        more: the state of other packages' routes (`more_routes.MoreRoutes.make`), by the package's name.
         trainer: makes jobs of feedback; None where the configuration has no `learn`.
         gate: decides which versions go live; None where the configuration has no `gate`.
         raters: finds raters whose ratings are not worth anything; None where the configuration has no `raters`.

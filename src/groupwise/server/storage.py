@@ -56,7 +56,8 @@ class StorageProbe:
 
 
 def room_problem(directory: Path, least: int) -> str | None:
-    """Return what is wrong where fewer than `least` bytes are free, or nobody can say how many are."""
+    """Return a description of the problem if fewer than `least` bytes are free or the number cannot be read; else
+    None."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:

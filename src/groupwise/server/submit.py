@@ -49,8 +49,8 @@ SHOWN = 5  # paths that one message names
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job that can be queued. `config` parses as the job's configuration, `effective` says what acts where it has
-    null; `summary` has "warnings"; `rewards` are those of the rollouts that were named by their ids."""
+    """Holds a job that can be queued. `config` parses as the job's configuration; `effective` has the values in use
+    where it has null; `summary` has "warnings"; `rewards` are those of the rollouts that were named by their ids."""
 
     id: str
     effective: dict[str, Any]

@@ -7,13 +7,13 @@
     job is published             `policies.swap(version)`, then `completed`; or `failed`, and the old version stays
     server stops                 SIGTERM (the worker saves, releases its lease and exits), SIGKILL at the deadline
 
-The worker is what the kernel ends first when memory runs out, also while it still imports. It writes straight into
-`logs/worker.log`, so that neither waits for the other. When it dies with a job, the
-end of what it said is kept beside that file: a job that is given up because it killed its workers can say how.
+The kernel ends the worker first when memory runs out, also while it still imports. The worker writes directly into
+`logs/worker.log`, so that neither process waits for the other. If it dies with a job, the end of its output is kept
+next to that file, so that a job that is given up because it killed its workers can say how.
 
-At start, what a crash left published but not active is finished before the first worker runs. A job that was running
-when the server was killed, or was stopped too slowly, goes on; that is no attempt of the job's that failed. But a job
-that the server dies with again and again, training or in its swap, is given up.
+At start, versions that a crash left published but not active are swapped in before the first worker runs. A job that
+was running when the server was killed, or was stopped too slowly, continues, and this does not count as a failed
+attempt. But a job with which the server dies repeatedly, in training or in its swap, is given up.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Admits(Protocol):
     async def decide(
         self, job: Job, version: PolicyVersion
     ) -> tuple[Literal["activate", "refused", "trial", "wait"], str]:
-        """Return what is to be done with a published version, and why. Raises GroupwiseError for what passes by
-        itself."""
+        """Return the decision about a published version, and its reason. Raises GroupwiseError for a temporary
+        failure."""
         ...
 
 
 class SwappedIn(Protocol):
-    """The part of a tenant's server that is needed here."""
+    """Provides the parts of a tenant's server that the supervisor needs."""
 
     @property
     def policies(self) -> Swaps: ...
@@ -120,7 +120,8 @@ def worker_command(
 
 
 class Supervisor:
-    """One worker process and the swaps of what it publishes. `start` and `stop` are called in the server's loop."""
+    """Runs a worker process, restarts it, and swaps in the versions that it publishes. Call `start` and `stop` in the
+    server's event loop."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class Supervisor:
         return _ending(code, cause)
 
     async def _take_back(self, words: str, cause: Cause) -> None:
-        """No worker lives: the jobs it held can be leased again. `words` is the end of what it said."""
+        """Make the jobs of a dead worker available for another lease. `words` is the end of its output."""
         for job_id in await asyncio.to_thread(self._ledger.expire, self._worker, cause=cause):
             log.warning("a worker ended with job %s in its hands (%s)", job_id, cause)
             if words and cause in (Cause.CRASH, Cause.MEMORY):

@@ -1,4 +1,4 @@
-"""The engine as one tenant has it: its versions under names of their own, in the one engine that all share.
+"""The engine as one tenant has it: its versions under their own names, in the one engine that all share.
 
 `math@1` of two tenants are two adapters; so is what each is called inside. What is computed for one tenant's prompt is
 kept for that tenant's next ones and shared with no other's, also not of the base model (`SamplingRequest.apart`): an
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class _OwnedVersion(PolicyVersion):
-    """A tenant's version in the engine, and, in what is said of it, as the tenant calls it."""
+    """Names a tenant's version as the engine does, and shows the tenant's own name in messages."""
 
     def __str__(self) -> str:
         return f"{self.name.partition(BETWEEN)[2]}@{self.number}"

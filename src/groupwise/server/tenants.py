@@ -106,7 +106,8 @@ class TenantNotFoundError(GroupwiseError, LookupError):
 def tenant_of(caller: Caller, path: str, headers: Headers, *, keys: KeyFile) -> str:
     """Return whose things a request is about: the tenant of its key, or the one that the owner names.
 
-    Raises OwnersError for what is no tenant's, RequestError or TenantNotFoundError for what the owner names.
+    Raises OwnersError for a request that only the owner may make, RequestError or TenantNotFoundError for a wrong
+    tenant in the owner's header.
     """
     named = headers.get(HEADER)
     if named is not None and caller.role != "admin":
@@ -128,7 +129,7 @@ def may_name(path: str) -> bool:
 
 # ---- what ----
 class _TenantConfig(ServeConfig):
-    """The server's configuration as a tenant is shown it: only the options that act on its requests."""
+    """Shows the server's configuration to a tenant: only the options that act on its requests."""
 
     def public(self) -> dict[str, Any]:
         return {name: value for name, value in super().public().items() if name not in {*UNTOLD, *NOT_A_TENANTS}}
@@ -153,12 +154,12 @@ class Tenants:
         try:
             return await asyncio.shield(begun)
         except Exception:
-            if self._open.get(tenant) is begun:  # whoever asks next tries again, or has begun to
+            if self._open.get(tenant) is begun:  # the next request tries again, or has begun to
                 del self._open[tenant]
             raise
 
     def opened(self) -> list[Server]:
-        """Return what `of` has made."""
+        """Return the tenants' servers that `of` has opened."""
         return [task.result() for task in self._open.values() if task.done() and not task.exception()]
 
     def names(self) -> list[str]:
@@ -238,7 +239,7 @@ class Tenants:
 
 
 class TenantRecorder(Recorder):
-    """The numbers of a tenant's requests, which are among the server's, too."""
+    """Records the numbers of a tenant's requests, and also in the server's recorder."""
 
     def __init__(self, servers: Recorder, tenant: str, *, model_name: str):
         super().__init__(model_name=model_name)
@@ -271,7 +272,7 @@ class TenantRecorder(Recorder):
 
 @dataclass(frozen=True)
 class _WorkerSeen:
-    """The worker as a tenant sees it: whether it lives. Its last words may be about other tenants' jobs and are left
+    """Shows a tenant whether the worker is alive. The worker's last output may be about other tenants' jobs and is left
     out."""
 
     supervisor: Supervisor
@@ -313,7 +314,7 @@ class TenantShown(Answer):
     jobs_waiting: int
     jobs_running: int
     weight: int
-    """How much of the training it gets beside others."""
+    """The tenant's weight when tenants share the training."""
 
 
 class TenantList(Answer):

@@ -43,7 +43,7 @@ def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer | None, *, text: 
     stream = DecodeStream(skip_special_tokens=False)
     try:
         texts = [stream.step(tokenizer, token_id) or "" for token_id in token_ids]
-    except Exception:  # an id that it does not have, or one that is no id
+    except Exception:  # an id that the vocabulary does not have, or an invalid one
         return None
     return texts if text.strip() in "".join(texts) else None
 

@@ -306,7 +306,7 @@ def _shown(parts: JobParts) -> TrainQueue:
 
 
 def statuses(parts: JobParts, jobs: Sequence[Job]) -> list[TrainStatus]:
-    """Return what is shown of each of the jobs."""
+    """Return the status of each of the jobs."""
     queue = None
     if any(job.state is JobState.QUEUED or job.deadline is not None for job in jobs):
         queue = _queue_of(parts)

@@ -41,7 +41,7 @@ def failing(requests: tuple[int, int], errors: tuple[int, int], *, max_errors: i
 
 
 def judge_shadow(trial: Trial, *, config: ShadowConfig, scored: bool) -> tuple[Outcome, Verdict]:
-    """Return what becomes of a shadow, and why. `scored`: its pairs have rewards."""
+    """Return the decision about a shadow, and its reason. `scored`: its pairs have rewards."""
     requests, errors = ((each[True], each[False]) for each in (trial.requests, trial.errors))
     if why := failing(requests, errors, max_errors=config.max_errors, alpha=1 - config.confidence):
         return "roll back", Verdict(passed=False, reason=why)
@@ -129,8 +129,8 @@ def judge_canary(
     requests: tuple[int, int] = (0, 0),
     errors: tuple[int, int] = (0, 0),
 ) -> tuple[Outcome, str]:
-    """Return what becomes of a canary, and why. `new` and `old` are the ratings that both versions got since it began;
-    `requests` and `errors` are (under the new, under the old)."""
+    """Return the decision about a canary, and its reason. `new` and `old` are the ratings that both versions got since
+    it began; `requests` and `errors` are (under the new, under the old)."""
     alpha = 1 - config.confidence
     if why := failing(requests, errors, max_errors=config.max_errors, alpha=alpha):
         return "roll back", why

@@ -1,12 +1,13 @@
-"""The web interface: the built files under /ui, which anybody may read, in front of the guard of everything else.
+"""The web interface: the built files under /ui, which need no key, outside the guard of all other routes.
 
-    /ui/                the page; asked for anew each time (an ETag makes that cheap), and under a strict policy
-    /ui/assets/...      what the page is made of, under names that are hashes of it: kept by browsers for a year
+    /ui/                the page; browsers request it every time (an ETag makes that cheap), under a strict policy
+    /ui/assets/...      the page's scripts and styles, named by hashes of their content: browsers keep them for a year
     /ui, and / in a browser     lead to /ui/
 
-The files hold no data: they ask the API for it, with the key that somebody typed in. So they answer while the model is
-loaded, too. Sources are in ui/, built by `npm run build` into the directory beside this file. Content Security Policy,
-level 3: nothing inline but pictures, nothing from elsewhere, no framing.
+The files hold no data: the page requests data from the API, with the key that the user typed in. So the files are
+    served while the model is loaded, too. Sources are in ui/, built by `npm run build` into the directory next to this
+    file.
+Content Security Policy, level 3: nothing inline but pictures, nothing from elsewhere, no framing.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Web:
 
 
 def _answer(scope: Scope) -> Response | None:
-    """None for what is not the web interface's."""
+    """Return the answer for a path of the web interface, None for any other path."""
     path, headers = scope["path"], Headers(scope=scope)
     if path == "/" and scope["method"] in READS:
         return RedirectResponse("ui/", status_code=307, headers=SAFETY)

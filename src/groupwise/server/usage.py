@@ -140,7 +140,7 @@ class KeyUsage:
             threading.Thread(target=self.save, args=(self._text(),), name="usage").start()
 
     def days(self) -> dict[str, dict[str, UsedByKey]]:
-        """Return what was used: day -> a key's name -> counts; the latest day last."""
+        """Return the usage by day and key's name, as counts; the latest day comes last."""
         return {day: dict(keys) for day, keys in sorted(self._days.items())}
 
     def samples(self) -> Iterable[Sample]:

@@ -1,15 +1,15 @@
 """Says why a job waits, in about how many seconds it begins, and whether it ends by its deadline.
 
-    adapter    a job before it has to do with its adapter: it begins from what that one makes
-    alone      it must have none beside it, or what is trained must
-    turn       others come first: they have had less
-    room       its turn is next, and as many are trained as there is room for
+    adapter    an earlier job trains the same adapter: this one begins from its version
+    alone      it must be trained alone, or a job that is trained must be
+    turn       other jobs come first: their tenant or adapter has had less training
+    room       its turn is next, and as many jobs are trained as there is room for
     worker     the worker is being started
 
-Only a tenant's own jobs are read, so that nobody learns of another's: what has its reason in them is `turn`, without a
-time. Times are those of the jobs at work, if they go on as until now: the steps that are left, or a QUANTUM of tokens,
-after which a job makes way. How long a job takes that has made no step is what its tokens take at the median speed of
-the tenant's jobs that have.
+Only a tenant's own jobs are read, so that no tenant learns of another's: if the reason lies in those, it is `turn`,
+without a time. Times are estimated from the running jobs at their present speed: the steps that are left, or a QUANTUM
+of tokens, after which a job makes way. For a job that has made no step, the time is estimated from its tokens at the
+median speed of the tenant's jobs that have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ AT_ONCE_S = 2.0  # after which a worker would have taken a job whose turn it is
 
 @dataclass(frozen=True)
 class _Part:
-    """The jobs of a line before a place: how many, the last one's place and id, and how long they still take."""
+    """Holds the jobs of a line before a place: their number, the last one's place and id, and the seconds that they
+    still take."""
 
     count: int
     last: tuple[int, str]
@@ -137,7 +138,8 @@ class Queue:
         return _due(at, "in_time", f"if all goes on as it does, it ends about {-late:.0f} s before", seconds)
 
     def _ends_in(self, job: JobRecord, waits: Waits | None) -> float | None:
-        """Return the seconds until a job ends, if all goes on as it does; None where nobody can say."""
+        """Return the seconds until a job ends, if all jobs keep their present speed; None if that cannot be
+        estimated."""
         if job.version is not None:
             return 0.0
         seconds, begins = seconds_left(job), 0.0 if waits is None else waits.about_seconds

@@ -1,5 +1,5 @@
-"""Webhooks: the operator's URL is told how each job ended, and what automatic training did (gates, canaries, ...), at
-least once and across restarts.
+"""Webhooks: reports the end of each job, and the steps of automatic training (gates, canaries, ...), to the operator's
+URL, at least once and across restarts.
 
     POST <url>
     x-groupwise-delivery:  <job id>                      the same in every attempt: what a receiver deduplicates by
@@ -11,12 +11,12 @@ The URL comes from the operator's configuration, never from a request; redirects
 not read from the environment, and the answer's body is not read. An attempt has 5 s. Anything but a 2xx is tried again
 after 1, 2, 4, ... up to 300 s, for 24 hours in all; neither a clock that is set nor a server that is away counts.
 
-What is still to be told is not queued anywhere: it is every finished job of the ledger that the record (one small file
-beside it) does not list as settled. A kill between the two therefore repeats a delivery and never loses one. Where
-there is no record yet, the jobs that have finished by then count as settled. The record also says for how many seconds
-a job has been tried so far.
+Deliveries are not queued: a finished job of the ledger is still to be reported if the record (one small file next to
+    the ledger) does not list it as settled. So a kill between the two repeats a delivery and never loses one. If there
+    is no record yet, the jobs that have finished by then count as settled. The record also has the seconds for which a
+    job's delivery has been tried.
 
-Transitions of automatic training (`store.feedback`) are told one after another, in order, by the same rules:
+Transitions of automatic training (`store.feedback`) are reported one after another, in order, by the same rules:
 
     x-groupwise-delivery:  transition-<seq>
     {"event": <kind>, "seq", "message", "data", "timestamp"}
@@ -150,7 +150,8 @@ class Webhooks:
         self._write_record(self._settled)
 
     def _read_record(self) -> tuple[set[str] | None, dict[str, float]]:
-        """Return the settled jobs, None where nobody knows, and for how many seconds others have been tried."""
+        """Return the settled jobs (None if the record is missing or cannot be read), and the seconds for which the
+        other jobs have been tried."""
         try:
             record = json.loads(self._record.read_bytes())
             tried = {id: float(seconds) for id, seconds in record["tried_s"].items() if 0 <= seconds <= KEEP_TRYING_S}
@@ -259,7 +260,7 @@ class Webhooks:
 
 
 def payload(job: Job, *, path: Path | None) -> dict[str, Any]:
-    """Return what is posted for a finished job. `path` is the directory of the version that it made."""
+    """Return the body posted for a finished job. `path` is the directory of the version that it made."""
     error = job.error or {}
     return {
         "job_id": job.id,
@@ -312,7 +313,7 @@ def signature(secret: str, *, timestamp: int, body: bytes) -> str:
 
 
 def utc(seconds: float | None) -> str | None:
-    """Unix seconds as ISO 8601, as it stands in answers.
+    """Return Unix seconds as ISO 8601, in the form of answers.
 
     >>> utc(0.25), utc(None)
     ('1970-01-01T00:00:00.250Z', None)

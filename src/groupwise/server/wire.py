@@ -75,7 +75,7 @@ class OwnPart(Strict):
 
 # ---- limits ----
 def limits_of(info: core_schema.ValidationInfo) -> ServeConfig:
-    """Return the configuration whose limits a body is checked against; the defaults where nobody named one."""
+    """Return the configuration with the limits for a body; the default configuration if the context has none."""
     return info.context or _DEFAULTS
 
 
@@ -139,14 +139,14 @@ class Unsupported:
 
 # ---- errors ----
 class ErrorBody(Answer):
-    """One error. `code` is stable and for programs; `hint` says what to do."""
+    """Describes an error. `code` is stable and for programs; `hint` says what to do."""
 
     message: str
-    """What happened, the offending value, and what would be valid."""
+    """What happened, the offending value, and the valid values."""
     type: str
     """The kind of error, in OpenAI's words: invalid_request_error, authentication_error, rate_limit_error, ..."""
     param: str | None
-    """The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`."""
+    """The JSON path of the wrong field, as in `groups[0].completions[1].reward`."""
     code: str
     hint: str | None
 
@@ -158,11 +158,11 @@ class ErrorEnvelope(Answer):
 
 
 class AnthropicError(ErrorBody):
-    """One error under /v1/messages; its `type` is one of Anthropic's words."""
+    """Describes an error under /v1/messages; its `type` is one of Anthropic's error types."""
 
 
 class AnthropicEnvelope(Answer):
-    """The same for Anthropic's clients."""
+    """Wraps an error for Anthropic's clients."""
 
     type: Literal["error"] = "error"
     error: AnthropicError

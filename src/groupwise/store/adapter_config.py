@@ -9,8 +9,8 @@ When PEFT loads an adapter it first injects one into the model, as the configura
 and alpha whose pattern matches its name. Then it fills in the tensors of the file, and drops those that found no place
 with a warning. We compute with every tensor of the file. So each of them must have a place, of its own rank.
 
-An adapter may come from anybody: no regular expression of it is run for long, and nothing here costs more than in
-proportion to the file.
+An adapter may come from an untrusted source: its regular expressions have a time limit, and all other work here is at
+most proportional to the file.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ def _check_targets(config: Mapping[str, Any]) -> None:
 
 
 class Adapted(NamedTuple):
-    """The parameter that one pair of an adapter's tensors changes, with the scale and shape of the change."""
+    """Names the parameter that a pair of an adapter's tensors changes, with the scale and shape of the change."""
 
     name: str  # of a linear module or a router; of the experts' parameters, `<module>.gate_up_proj`
     scale: float  # what PEFT multiplies B A by: alpha / r, or alpha / sqrt(r) with `use_rslora`
     rank: int  # of one expert
-    experts: int  # 1 where it is no parameter of experts
+    experts: int  # 1 if it is not a parameter of experts
 
     def unpacked(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the pair as in the file, A [E r, in] and B [out, r E], as A [E, r, in] and B [E, out, r]. PEFT has the
@@ -201,7 +201,7 @@ class ExpertTargets:
 
 
 def adapted(config: Mapping[str, Any], rows: Mapping[str, int]) -> dict[str, Adapted]:
-    """Key of a pair of tensors (without `.lora_A.weight`) -> what PEFT does with it.
+    """Return PEFT's use of each pair of tensors, by its key (without `.lora_A.weight`).
 
     Args:
         config: passes `check_config`.
@@ -351,7 +351,7 @@ class _Targets:
         return None
 
     def pattern_key(self, module: str) -> str:
-        """Return what PEFT matches the patterns of ranks and alphas with."""
+        """Return the text that PEFT matches with the patterns of ranks and alphas."""
         return module + _WEIGHT if self._has_weight_named(module) else module
 
     def _has_weight_named(self, module: str) -> bool:

@@ -3,13 +3,13 @@
     <root>/math/v000012/     version math@12, never changed once it has this name
     <root>/.state.json       the activations, oldest first (the last is active), and the numbers that must not come back
     <root>/.staging-*/       versions being written; their writer holds an flock on the directory
-    <root>/.evaluations/     math@12.json: what others' suites measured of a version, oldest first
-    <root>/.notes.json       what users wrote about versions: beside them, so that a note changes no byte of a version
+    <root>/.evaluations/     math@12.json: a version's results in public suites, oldest first
+    <root>/.notes.json       users' notes on versions, in a separate file, so that a note changes no byte of a version
     <root>/.refused/         why versions do not go live, a file each (`AdapterStore.refuse`)
-    <root>/.optimizer/       math/v000012/: AdamW's moments of the job that made math@12, with which the next of
-                             that name goes on; of the newest version that has any. They go when the version goes
-    <root>/.quarantine/      what was found damaged, each with the reason
-    <root>/.lock             flock: held for short moments by whoever gives out a number, moves or removes a version
+    <root>/.optimizer/       math/v000012/: AdamW's moments of the job that made math@12, with which the next job of
+                             this name continues; only of the newest version that has any. Removed with the version
+    <root>/.quarantine/      damaged versions, each with the reason
+    <root>/.lock             flock: held for short moments to assign a number, or to move or remove a version
 
 Publishing is: write into staging, check, fsync every file, then one rename to the next number under the lock, fsync of
 the parent. A reader therefore sees all of a version or none of it, and a kill at any point leaves at most a staging
@@ -148,7 +148,7 @@ class AdapterStore:
 
     @contextmanager
     def held(self, version: PolicyVersion) -> Iterator[Path]:
-        """Context manager: the version's directory, which no process prunes or deletes meanwhile. Raises as `path`."""
+        """Yield the version's directory, which no process prunes or deletes during the block. Raises as `path`."""
         directory = self._require(version)
         with ExitStack() as stack:
             try:
@@ -160,9 +160,9 @@ class AdapterStore:
             yield self.path(version)
 
     def unhealthy(self, version: PolicyVersion) -> str | None:
-        """Return why a version is not continued by its name: what was wrong at the end of the job that made it
-        (`Provenance.unhealthy`), or why it was refused since (`refuse`). None where all was well,
-        and where the version cannot be read: whoever loads it is told."""
+        """Return why the adapter's name does not mean this version: the health problem at the end of its job
+        (`Provenance.unhealthy`), or the reason why it was refused since (`refuse`). None for a healthy version, and for
+        a version that cannot be read: loading that one raises the error."""
         if version not in self._health:
             try:
                 self._health[version] = files.read_info(self._directory(version), version=version).unhealthy
@@ -179,7 +179,7 @@ class AdapterStore:
             return None
 
     def refuse(self, version: PolicyVersion, reason: str) -> None:
-        """Keep a version, and no longer let its name mean it. Whoever activates it by hand overrules that. Raises
+        """Keep a version, but no longer let its adapter's name mean it. Activating it by hand overrules this. Raises
         AdapterNotFoundError."""
         with files.writing(f"refusing {version}"), files.locked(self.root):
             self._require(version)
@@ -187,7 +187,7 @@ class AdapterStore:
             files.replace(self._refusal(version), reason)
 
     def notes(self) -> Mapping[PolicyVersion, str]:
-        """Return what users wrote about versions; a version without a note is not in it. Raises AdapterError if
+        """Return users' notes by version; a version without a note is left out. Raises AdapterError if
         `.notes.json` cannot be read."""
         try:
             with files.writing(f"reading {self._notes_path}"):
@@ -203,16 +203,16 @@ class AdapterStore:
         return {PolicyVersion.parse(key): str(note) for key, note in raw.items()}
 
     def newest(self, name: str) -> PolicyVersion | None:
-        """Return the version that an adapter's name stands for: the newest that is not unhealthy, or the active one
-        where that is newer (somebody activated it by hand). None if there is none."""
+        """Return the version that an adapter's name means: the newest that is neither unhealthy nor refused, or the
+        active one if that is newer (it was activated by hand). None if there is none."""
         active = self.active
         found = (each for each in reversed(self.versions(name)) if each == active or self.unhealthy(each) is None)
         return next(found, None)
 
     def resolve(self, text: str | None) -> PolicyVersion:
-        """Return what a user's word means now: None the active version, "base", "name@12", or "name": the active
-        version if it is of that name, else the newest that is not unhealthy. Raises AdapterNotFoundError listing what
-        there is."""
+        """Return the version that a user's word means now: for None the active version, "base", "name@12", or "name":
+        the active version if it is of that name, else the newest that is not unhealthy. Raises AdapterNotFoundError
+        listing what there is."""
         if text is None or text == BASE:
             return self.active if text is None else PolicyVersion.base()
         if "@" in text:
@@ -249,14 +249,14 @@ class AdapterStore:
         admit: Callable[[], PolicyVersion | None] | None = None,
         number: int | None = None,
     ) -> PolicyVersion:
-        """Make the next version of `name` from what `write(directory)` saves there, in PEFT's layout. `number` asks for
-        that one instead, where no version has it, or had it.
+        """Make the next version of `name` from the files that `write(directory)` saves, in PEFT's layout, and return
+        it. `number` asks for a particular number, which no version has or had.
 
-        `admit` is called last, when only the rename is missing, and nobody else publishes meanwhile: it raises if the
-        version must not be published any more, or returns the one to take instead.
+        `admit` is called last, under the lock, when only the rename is missing: it raises if the version must not be
+        published any more, or returns an existing version to take instead.
 
-        Raises AdapterError if that is not a servable adapter (layout, config, non-finite weights), StorageError if it
-        cannot be written whole. An error, of `write` and `admit` too, leaves no version behind.
+        Raises AdapterError if the files are not a servable adapter (layout, config, non-finite weights), StorageError
+        if they cannot be written whole. An error, also one of `write` or `admit`, leaves no version behind.
         """
         files.check_name(name)
         with files.writing(f"publishing {name!r}"), files.staging(self.root) as staging:
@@ -276,7 +276,7 @@ class AdapterStore:
         return None
 
     def import_(self, source: Path | str, name: str, *, info: Provenance) -> PolicyVersion:
-        """Publish a copy of somebody else's PEFT directory. Only its config and its safetensors file are read."""
+        """Publish a copy of a PEFT directory from outside. Only its config and its safetensors file are read."""
         source = Path(source)
         if not source.is_dir():
             raise AdapterError(f"{source} is not a directory", hint="give the directory that PEFT saved")
@@ -321,7 +321,7 @@ class AdapterStore:
 
     @property
     def active(self) -> PolicyVersion:
-        """The version that requests without an `adapter` get; the base model until something is activated."""
+        """Return the version for requests without an `adapter`; the base model until a version is activated."""
         return (PolicyVersion.base(), *self._read_state().activations)[-1]
 
     @property
@@ -360,7 +360,7 @@ class AdapterStore:
                 self._write_state(replace(state, activations=activations))
 
     def rollback(self) -> PolicyVersion:
-        """Go back to what was active before, and return it. Raises AdapterError if nothing was."""
+        """Activate the previously active version, and return it. Raises AdapterError if there was none."""
         with files.writing("rolling back"), files.locked(self.root):
             state = self._read_state()
             if not state.activations:
@@ -404,7 +404,7 @@ class AdapterStore:
             files.replace(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
 
     def evaluations(self, version: PolicyVersion) -> tuple[Mapping[str, Any], ...]:
-        """Return what was measured of a version, oldest first. Raises AdapterError if it cannot be read."""
+        """Return a version's evaluations, oldest first. Raises AdapterError if it cannot be read."""
         path = self._evaluations_path(version)
         try:
             with files.writing(f"reading {path}"):
@@ -418,7 +418,7 @@ class AdapterStore:
     # --- moments ---
 
     def moments(self, version: PolicyVersion) -> Path | None:
-        """Return where the moments are with which training goes on from `version`; None where there are none."""
+        """Return where the moments are with which training continues from `version`; None where there are none."""
         path = self._moments_path(version)
         return path if path.is_dir() else None
 
@@ -461,8 +461,8 @@ class AdapterStore:
     # --- removing ---
 
     def delete(self, version: PolicyVersion) -> None:
-        """Remove a version; its number is not used again. Raises AdapterError if it is active, InUseError if somebody
-        holds it."""
+        """Remove a version; its number is not used again. Raises AdapterError if it is active, InUseError if another
+        process holds it."""
         with files.writing(f"deleting {version}"), files.locked(self.root):
             self._require(version)
             if version == self.active:
@@ -471,9 +471,9 @@ class AdapterStore:
                 raise InUseError(f"{version} is used by another process", hint="try again when that has ended")
 
     def prune(self, name: str, *, keep: int, protect: Collection[PolicyVersion] = ()) -> tuple[PolicyVersion, ...]:
-        """Remove all but the newest `keep` versions of `name`, and return what was removed.
+        """Remove all but the newest `keep` versions of `name`, and return the removed ones.
 
-        The active version, the one that rollback would go to, those in `protect` and those that somebody holds stay.
+        The active version, the target of a rollback, the versions in `protect` and those that a process holds stay.
         """
         if keep < 1:
             raise AdapterError(f"keep is {keep}; it must be at least 1", hint="delete versions one by one instead")
@@ -485,7 +485,7 @@ class AdapterStore:
     def rewind(self, name: str, number: int) -> None:
         """Forget the versions of `name` after `number`, as if they had never been: the next one gets the next number.
 
-        For a run that goes on from a checkpoint and will publish them again; nobody else may use them.
+        For a run that continues from a checkpoint and will publish them again; no other process may use them.
         """
         with files.writing(f"winding {name!r} back to {number}"), files.locked(self.root):
             for version in self.versions(name):
@@ -683,8 +683,8 @@ class AdapterStore:
         return f"{self._place(version)}/{files.SIDECAR}"
 
     def _remove(self, version: PolicyVersion, *, held: bool = False) -> bool:
-        """Take a version away in one step, then its files; whether it was. One that somebody holds stays, unless `held`
-        ones are to go, too. The lock is held."""
+        """Remove a version in one step, then its files; return whether it was removed. A version that a process holds
+        stays, unless `held` is set. The caller has the lock."""
         trash, directory = files.staging_path(self.root), self._directory(version)
         if held:
             self._forget(version)

@@ -90,14 +90,14 @@ class _Reader:
         self._in, self._out = b"", bytearray()
 
     def read(self, size: int) -> bytes:
-        """`size` bytes. Only at the end of the archive there may be none."""
+        """Read `size` bytes. Only the end of the archive may have none."""
         data = self.rest(size)
         if data and len(data) < size:
             _refuse("it ends in the middle of a member")
         return data
 
     def _more(self, size: int) -> bool:
-        """Unpack something. False at the end."""
+        """Unpack more of the archive. Return False at the end."""
         self._in = self._in or self._stream.read(_READ)
         if not self._in:
             if self._begun and not self._inflate.eof:
@@ -127,7 +127,7 @@ class _Reader:
         self._inflate = _new_member()
 
     def rest(self, size: int) -> bytes:
-        """At most `size` of what is left."""
+        """Read at most `size` of the remaining bytes."""
         while len(self._out) < size and self._more(size):
             pass
         data = bytes(self._out[:size])
@@ -206,7 +206,7 @@ def _text(field: bytes) -> str:
 
 
 def _octal(field: bytes) -> int | None:
-    """Return a number of a header; None if it is no octal number (base 256, for files over 8 GiB, is none)."""
+    """Return a number of a header; None if it is not octal (base 256, for files over 8 GiB, is not)."""
     digits = field.strip(b" \0")
     return int(digits or b"0", 8) if re.fullmatch(rb"[0-7]*", digits) else None
 

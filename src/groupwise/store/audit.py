@@ -1,13 +1,13 @@
 """Keeps the audit log: a line of JSON for each request that changes something, the owner's apart from each tenant's.
 
-    STATE_DIR/audit.jsonl                   the owner's, and what was done to keys
+    STATE_DIR/audit.jsonl                   the owner's, and changes of keys
     STATE_DIR/tenants/acme/audit.jsonl      acme's; audit.jsonl.1 to .4 are older
 
     log.append(Change(at=now(), who="acme:app", tenant="acme", method="DELETE", route="/v1/adapters/{name}", ...))
 
-Mode 0600. Each file has at most MOST_BYTES, and KEPT older ones stay: nobody's changes push out another's. A line has
-names and ids, and no body, no query and no key. It is written when the request has been answered; the kernel has it
-then, and a power cut may lose the last seconds.
+Mode 0600. Each file has at most MOST_BYTES, and KEPT older ones stay; one tenant's changes do not push out another's. A
+line has names and ids, and no body, no query and no key. It is written when the request has been answered; the kernel
+has it then, and a power cut may lose the last seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST_TEXT = 200  # characters of a value that a request made up
 
 
 class Change(BaseModel):
-    """The audit log's entry of one request, made or refused: `at` is UTC, ISO 8601; `things` are the names in its path,
-    and of the results, such as a job's id."""
+    """Holds the audit log's entry of a request, made or refused: `at` is UTC, ISO 8601; `things` are the names in its
+    path and results, such as a job's id."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -91,7 +91,7 @@ def is_finished(run_dir: Path) -> bool:
 
 
 def reopen(run_dir: Path) -> RunState:
-    """Mark the run as not finished: it goes on from its newest checkpoint, whose state is returned. Raises
+    """Mark the run as not finished: it continues from its newest checkpoint, whose state is returned. Raises
     StorageError."""
     found = newest(run_dir)
     assert found is not None, run_dir

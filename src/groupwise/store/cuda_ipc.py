@@ -6,7 +6,7 @@
 A handle is what torch.multiprocessing sends for a CUDA tensor (cudaIpcGetMemHandle of the allocation, the place in
 it, an event to wait for), written as JSON: nothing is unpickled. The worker checks names, shapes and types, and then,
 with the parameters in place, that their fingerprint is that of the model it loaded. What goes wrong is a ModelError;
-the worker then says so and takes a copy of its own.
+the worker then says so and takes its own copy.
 
 The memory is the server's, and nothing says what reading it means once that process is gone. A worker that has
 attached must therefore die with its parent at once. It must not write a base weight either; training an adapter does
@@ -49,7 +49,7 @@ class Transport(Protocol):
     """Shares device memory with another process: `export` here, `attach` there."""
 
     def export(self, tensor: Tensor) -> Handle:
-        """Return what another process needs to have this very memory. Raises RuntimeError."""
+        """Return a handle by which another process can map this memory. Raises RuntimeError."""
         ...
 
     def attach(self, handle: Handle) -> Tensor:
@@ -76,8 +76,8 @@ class CudaIpc:  # gpu-only: CUDA IPC, the server's weights in the worker's proce
 def offer_weights(base: LoadedModel, path: Path, *, transport: Transport | None = None) -> bool:
     """Write handles of the parameters of `base` to `path`; without a `transport`, only if they are on a GPU.
 
-    Returns whether they are there. Where they cannot be exported that is logged, and each process has its own copy.
-    The parameters must stay where they are for as long as somebody may attach.
+    Returns whether the handles were written. If the parameters cannot be exported, that is logged, and each process has
+    its own copy. The parameters must stay at their addresses for as long as a process may attach.
     """
     if transport is None and base.device.type != "cuda":  # gpu-aware
         return False

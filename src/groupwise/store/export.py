@@ -45,7 +45,7 @@ def export_model(policy: TrainedPolicy, dest: Path, *, format: str, dtype: str =
     """Write the policy as a whole model to `dest`, which must not exist (a directory may be empty); all or nothing.
 
     Args:
-        policy: its base model and adapter, if it has one.
+        policy: the policy's base model, and its adapter, if it has one.
         format: `merged` or `gguf`.
         dtype: `float32`, `bfloat16`, `float16`, with gguf also `q8_0`; `auto` is the type of the base model's files.
 
@@ -92,7 +92,7 @@ class AdapterMerge:
     """Merges adapters into one base, each into a copy of it: what an engine reads that serves no adapters.
 
     Args:
-        base: a model of its own on the CPU, which this keeps. Quantised layers are dequantised.
+        base: a separate model on the CPU, which this keeps. Quantised layers are dequantised.
     """
 
     def __init__(self, base: LoadedModel):
@@ -119,7 +119,8 @@ def _check_base(adapter: Located, base: LoadedModel) -> None:
 
 
 def _save(base: LoadedModel, dest: Path, dtype: torch.dtype) -> None:
-    """Weights, configuration, tokenizer with its chat template, and a generation config with what ends a reply."""
+    """Save weights, configuration, tokenizer with chat template, and a generation config with the ids that end a
+    reply."""
     model: Any = base.model.to(dtype)  # pyright: ignore[reportArgumentType]
     model.config.use_cache, model.config.dtype = True, dtype
     if model.generation_config is not None:

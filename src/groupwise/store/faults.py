@@ -28,7 +28,7 @@ ACTIONS = ("kill", "raise", "enospc", "memory", "sleep")
 
 
 class FaultInjected(RuntimeError):
-    """Error that the action `raise` raises: a RuntimeError, because it stands for an error that nobody foresaw."""
+    """Error that the action `raise` raises: a RuntimeError, because it stands for an unforeseen error."""
 
 
 @dataclass

@@ -39,7 +39,7 @@ MAX_FAILURES = 3
 ENDED_BADLY = "('failed', 'cancelled')"
 
 FeedbackState = Literal["waiting", "training", "trained", "dropped", "distrusted"]
-Rater = tuple[str, str | None]  # the name of the key ('' is the owner's, or none) and the user; None is nobody named
+Rater = tuple[str, str | None]  # the name of the key ('' is the owner's, or none) and the user, None if none was named
 
 _DISTRUSTED = "(feedback.sender, coalesce(feedback.author, '')) IN (SELECT sender, author FROM distrusted)"
 _WAITS = f"trained_by IS NULL AND failures < {MAX_FAILURES} AND NOT {_DISTRUSTED}"
@@ -60,7 +60,7 @@ class FeedbackTakenError(ConflictError):
 
 @dataclass(frozen=True, kw_only=True)
 class Feedback:
-    """One rating of a rollout. `worse` is another rollout of the same prompt, which this one is better than."""
+    """Holds a rating of a rollout. `worse` names another rollout of the same prompt; the rated one is better."""
 
     seq: int = 0
     id: str
@@ -120,7 +120,7 @@ class FeedbackLog:
             return _read(db.execute(f"{_ROWS} WHERE feedback.id = ?", (rating.id,)).fetchone()), True
 
     def by_key(self, key: str, fingerprint: str) -> Feedback | None:
-        """Return what this idempotency key made. Raises IdempotencyConflictError."""
+        """Return the feedback that this idempotency key made. Raises IdempotencyConflictError."""
         with self._db.reading("looking for an idempotency key") as db:
             return self._by_key(db, key, fingerprint)
 
@@ -191,9 +191,9 @@ class FeedbackLog:
     # --- what jobs take ---
 
     def waiting(self, *, limit: int = 10_000) -> list[Feedback]:
-        """Return ratings that no job has taken, oldest first: where there are more than `limit`, the newest of every
-        answer before the second newest of any, so that many of one answer hide no other. Nobody waits for who reads
-        them."""
+        """Return ratings that no job has taken, oldest first. Of more than `limit`, the newest rating of every answer
+        comes before the second newest of any, so that many ratings of one answer hide no other answer. Reading delays
+        no other request."""
         query = f"""
             SELECT * FROM (
                 SELECT *, row_number() OVER (PARTITION BY rollout ORDER BY seq DESC) AS turn FROM ({_ROWS}) AS feedback
@@ -224,7 +224,7 @@ class FeedbackLog:
         return row["rating"], row["transition"]
 
     def rollouts(self, ids: Sequence[str]) -> dict[str, RolloutRecord]:
-        """Return those of the rollouts that are still kept, read without making anybody wait."""
+        """Return the rollouts that are still kept, by id. Reading delays no other request."""
         with self.ledger.reader("reading rated rollouts") as db:
             return read_rollouts(db, ids)
 
@@ -361,13 +361,13 @@ class Opinion:
 
     @property
     def score(self) -> float | None:
-        """The mean of the scores; None without any."""
+        """Return the mean of the scores; None without any."""
         return fmean(self.scores) if self.scores else None
 
 
 def _last_said(ratings: Iterable[Feedback]) -> dict[tuple[str, Rater, str], Feedback]:
-    """Return of one rater (or of nobody in particular) the last score of a rollout, the last correction, and the last
-    comparison of a pair, by rollout, rater and which of them it is."""
+    """Return each rater's last score of a rollout, its last correction, and its last comparison of a pair, by rollout,
+    rater and kind. Ratings without a user count as those of one rater per key."""
     said: dict[tuple[str, Rater, str], Feedback] = {}
     for rating in sorted(ratings, key=lambda each: each.seq):
         first, second = sorted((rating.rollout, rating.worse or ""))

@@ -74,13 +74,13 @@ _EXPONENT_BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The origin of a version, as its publisher knows it. `base_hash` names the exact base weights, and `quantization`
-    (`nf4`, `int8`) how the base was loaded.
+    """Holds the origin of a version, as its publisher states it. `base_hash` names the exact base weights, and
+    `quantization` (`nf4`, `int8`) how the base was loaded.
 
-    `job` is the training job that made it. `unhealthy` says what was wrong at its end, where that is an error: such a
-    version becomes active, and stands for its adapter's name, only by hand. `canary` is what the trainer measured under
-    it, for whoever loads it to compare with: {"prompt_ids", "completion_ids", "logprobs"}, log-probabilities at
-    temperature 1.
+    `job` is the training job that made the version. `unhealthy` is the error of health at the job's end: such a version
+    becomes active, and is meant by its adapter's name, only if a person activates it. `canary` has the trainer's
+    log-probabilities under the version, with which a loading engine compares its own: {"prompt_ids", "completion_ids",
+    "logprobs"}, at temperature 1.
     """
 
     base_model: str
@@ -297,7 +297,7 @@ def read_info(directory: Path, *, version: PolicyVersion) -> AdapterInfo:
 
 
 def whole_number(value: Any) -> int:
-    """Return a number from a JSON file, which may be damaged. Raises ValueError: 1e400 is infinite, and 1.5 is no
+    """Return a number from a JSON file, which may be damaged. Raises ValueError: 1e400 is infinite, and 1.5 is not a
     size."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{str(value)[:80]!r} is not a whole number")
@@ -372,7 +372,7 @@ def check_writable(directory: Path) -> None:
 
 
 def read_json(path: Path, kind: TypeAdapter[T], *, hint: str) -> T | None:
-    """Return what a JSON file holds; None where there is no file. `hint` says what to do about a damaged one.
+    """Return a JSON file's content; None if there is no file. `hint` says what to do about a damaged one.
 
     Raises StorageError if it cannot be read or is not of this kind.
     """
@@ -539,7 +539,7 @@ def in_use(directory: Path) -> Iterator[None]:
 
 
 def try_move(directory: Path, target: Path, *, before: Callable[[], None]) -> bool:
-    """Do `before` and rename a directory, unless somebody uses it (`in_use`); whether it was."""
+    """Call `before` and rename a directory, unless a process uses it (`in_use`); return whether it was renamed."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not try_lock(descriptor):

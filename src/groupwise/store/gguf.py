@@ -2,10 +2,10 @@
 
     write_gguf(base, path, dtype="q8_0")      weights, hyperparameters, vocabulary with merges, chat template
 
-Names of tensors and of metadata are the package's (`TensorNameMap`, `GGUFWriter`); what is here is what llama.cpp's own
-converter does beside them, for the families of `ARCHITECTURES`: which keys describe a model, the order of a Llama's
-query and key rows (pairs of rotary features are neighbours there, halves in transformers), which splitting of text
-into words a tokenizer has. Vectors (norms, biases) are float32 whatever the matrices are.
+Names of tensors and of metadata are the package's (`TensorNameMap`, `GGUFWriter`). This module does the rest of
+llama.cpp's own converter, for the families of `ARCHITECTURES`: the keys that describe a model, the order of a Llama's
+query and key rows (pairs of rotary features are neighbours there, halves in transformers), and a tokenizer's way of
+splitting text into words. Vectors (norms, biases) are always float32.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _describe(writer: Any, base: LoadedModel, dtype: str) -> None:
 
 
 def _write_vocabulary(writer: Any, base: LoadedModel) -> None:
-    """Tokens with their types, merges, special ids and the chat template, of a byte-level BPE."""
+    """Write the tokens with their types, merges, special ids and the chat template of a byte-level BPE."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     with TemporaryDirectory() as folder:
@@ -182,8 +182,8 @@ def _write_tensors(writer: Any, base: LoadedModel, arch: Any, dtype: str) -> Non
 
 
 def _kind(shape: torch.Size, dtype: str) -> Any:
-    """Return what a tensor is written as: vectors in float32, rows that are no whole blocks in float16 instead of
-    q8_0."""
+    """Return the type in which a tensor is written: vectors in float32, rows that are not whole blocks in float16
+    instead of q8_0."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     kinds = gguf.GGMLQuantizationType
@@ -194,7 +194,8 @@ def _kind(shape: torch.Size, dtype: str) -> Any:
 
 
 def _tensors(base: LoadedModel, arch: Any) -> Iterator[tuple[str, Tensor]]:
-    """GGUF's name of every parameter and what is stored there; an LM head that is tied to the embeddings once."""
+    """Yield every parameter's name in GGUF and its stored tensor; an LM head that is tied to the embeddings comes
+    once."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     config: Any = base.model.config.get_text_config()
@@ -211,8 +212,8 @@ def _tensors(base: LoadedModel, arch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _neighbours(rows: Tensor, heads: int) -> Tensor:
-    """Return rows of a query or key projection [heads * D, ...], of each head the feature i beside i + D/2, which
-    rotate together."""
+    """Return the rows of a query or key projection [heads * D, ...] reordered: in each head, feature i is followed by
+    feature i + D/2, with which it rotates."""
     halves = rows.detach().reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 

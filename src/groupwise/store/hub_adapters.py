@@ -35,7 +35,7 @@ def is_on_hub(text: str) -> bool:
 def download_adapter(text: str) -> Path:
     """Return a directory in PEFT's layout with what `text` names, which is called as the repository is.
 
-    Raises ConfigError where it is no such name, AdapterError where the repository holds no LoRA adapter, HubError where
+    Raises ConfigError if it is not such a name, AdapterError if the repository holds no LoRA adapter, HubError if
     it cannot be had.
     """
     found = _NAMED.fullmatch(text.removeprefix(SCHEME))
@@ -68,7 +68,8 @@ def base_of(directory: Path) -> str | None:
 
 
 def pushed_manner(directory: Path) -> dict[str, Any]:
-    """Return what was pushed beside an adapter of how it was trained to be asked; nothing where there is none."""
+    """Return the settings of prompts that were pushed with an adapter (`system`, `chat`, `structured_outputs`); empty
+    if there are none."""
     try:
         said = json.loads((directory / MANNER).read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):

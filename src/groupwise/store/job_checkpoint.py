@@ -1,11 +1,11 @@
-"""Keeps what a job leaves on disk besides its version: checkpoints to resume from, of which the last is what the next
-job of the adapter begins with.
+"""Keeps the files that a job leaves on disk in addition to its version: checkpoints to resume from. The next job of the
+adapter begins with the moments of the last one.
 
     <state>/checkpoints/<job>/step-000020/    where the job stands; the newest only
 
 A checkpoint is a directory that is written under another name, forced to the disk and renamed, so that one that can
-be seen is whole. At the end of a job it is renamed once more: with AdamW's moments the next job of that name goes on,
-and they are kept beside the version (`AdapterStore.keep_moments`).
+be seen is whole. At the end of a job it is renamed once more: the next job of the same name continues with AdamW's
+moments, which are kept with the version (`AdapterStore.keep_moments`).
 
     learner.safetensors, learner.json    `Learner.save`: parameters, moments, counters
     start.safetensors                    log-probabilities under the policy that the job started from, if it reads
@@ -68,7 +68,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The checkpoint with the highest step."""
+        """Return the checkpoint with the highest step."""
         return max(self._directory.glob(f"{STEP}*"), default=None)
 
     def save(self, learner: Learner, standing: JobProgress, start: Sequence[tuple[float, ...]] | None) -> None:
@@ -120,8 +120,8 @@ def read_start(checkpoint: Path, *, lengths: Sequence[int]) -> list[tuple[float,
 
 
 def trained_in(home: Path) -> AdapterStore:
-    """Return the adapters that jobs of the owner, or of a tenant, train. Moments that lie where they were kept before
-    (optimizer/name@N beside adapters/) are moved to their versions."""
+    """Return the store of the adapters that jobs of the owner, or of a tenant, train. Moments in their earlier place
+    (optimizer/name@N next to adapters/) are moved to their versions."""
     store, before = AdapterStore(home / "adapters"), home / "optimizer"
     if before.is_dir():
         for path in before.iterdir():

@@ -4,11 +4,12 @@
             "kept": null, "routed_experts": null, "teacher_logprobs": null}]}], "temperature": 1.0}
     sft    {"examples": [{"prompt_ids": [..], "completion_ids": [..], "mask": [..]}]}
 
-`logprobs` are those of the policy that sampled, at `temperature`; null where nobody recorded them. `kept` is the part
-of the vocabulary that each token was drawn from, and `logprobs` are of the policy restricted to it; null is all of it
-(`recorded.SamplingMask`, its bytes in base64). `routed_experts` are those that the routers of a mixture chose for the
-tokens of prompt and completion (`recorded.RoutedExperts`, likewise); null where nobody recorded them.
-`teacher_logprobs` are a teacher's of the same tokens, null where there was none. No torch here.
+`logprobs` are those of the policy that sampled, at `temperature`; null if they were not recorded. `kept` is the part of
+the vocabulary from which each token was sampled, and `logprobs` are those of the policy restricted to this part; null
+is the whole vocabulary (`recorded.SamplingMask`, its bytes in base64). `routed_experts` are the experts that a
+mixture's routers chose for the tokens of prompt and completion (`recorded.RoutedExperts`, likewise); null if they were
+not recorded. `teacher_logprobs` are a teacher's for the same tokens, null without a teacher. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class EncodedCompletion(Section):
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
-        """`kept`, read."""
+        """Return `kept` as a SamplingMask."""
         return None if self.kept is None else SamplingMask.from_bytes(self.kept)
 
     @property
     def routing(self) -> RoutedExperts | None:
-        """`routed_experts`, read."""
+        """Return `routed_experts` as RoutedExperts."""
         return None if self.routed_experts is None else RoutedExperts.from_bytes(self.routed_experts)
 
     @model_validator(mode="after")
@@ -124,12 +125,12 @@ def dump_payload(payload: GrpoPayload | SftPayload) -> bytes:
 
 
 def dump_groups(groups: Iterable[EncodedGroup], *, temperature: float) -> bytes:
-    """`dump_payload` of groups that are made one after another, and not all kept."""
+    """Write a payload of groups that are made one after another, without keeping all in memory."""
     return _dump(groups, GrpoPayload(groups=(), temperature=temperature))
 
 
 def dump_examples(examples: Iterable[EncodedExample]) -> bytes:
-    """`dump_payload` of examples that are made one after another, and not all kept."""
+    """Write a payload of examples that are made one after another, without keeping all in memory."""
     return _dump(examples, SftPayload(examples=()))
 
 

@@ -144,8 +144,8 @@ class KeyFile:
         return [key for key in self.all() if key.tenant == tenant]
 
     def weight(self, tenant: str) -> int:
-        """Return how much of the training a tenant gets beside others: the smallest weight that one of its keys has, 1
-        where none has any, or the keys cannot be read."""
+        """Return a tenant's weight when tenants share the training: the smallest weight of its keys; 1 if no key has
+        one, or if the keys cannot be read."""
         with suppress(StorageError):
             return self.bound(tenant, "weight") or 1
         return 1
@@ -181,7 +181,8 @@ class KeyFile:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Key]]:
-        """Context manager: the keys by name, which are written at the end; nobody else changes them meanwhile."""
+        """Yield the keys by name for changes, and write them at the end of the block. No other process can change them
+        meanwhile."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with files.locked(self.path.parent):

@@ -16,8 +16,8 @@ wakes up late changes nothing (LeaseLostError). A job therefore may run more tha
     <state>/checkpoints/<job>/    the worker's; removed with the job
 
 Leases are measured with the monotonic clock, which all processes of a machine share: setting the wall clock takes no
-lease away. That clock starts anew at a reboot; a lease that seems to last longer than it was given is from before one.
-Timestamps are wall clock, seconds since 1970; a clock that is set ahead makes nothing old.
+lease away. That clock restarts at a reboot; a lease that seems to last longer than it was given is from before one.
+Timestamps are wall clock, seconds since 1970; setting the clock ahead makes no row old.
 """
 
 from __future__ import annotations
@@ -120,15 +120,15 @@ _TORN_SECONDS = 3600.0  # a temporary file this old has no writer any more
 _ID = re.compile(r"[0-9a-f]{32}")
 
 Claim = Callable[[sqlite3.Connection, str], None]  # in the transaction that queues a job, with its id
-Admits = Callable[[Job, Sequence[Job]], bool]  # whether a job may begin beside those that are being trained
+Admits = Callable[[Job, Sequence[Job]], bool]  # whether a job may begin while others are being trained
 
 
 class Ledger:
-    """The ledger of one state directory, or with `tenant` what is one tenant's in it (`of`). Threads may share it;
-    processes open their own. `weights` says how much of the training a tenant gets beside others.
+    """Records the jobs of a state directory, or with `tenant` the part of one tenant (`of`). Threads may share it;
+    processes open their own. `weights` returns a tenant's weight when tenants share the training.
 
-    Every method raises StorageError when the disk does not take what is to be kept (what was there is untouched), and
-    NotReadyError when other processes keep the file locked for seconds.
+    Every method raises StorageError if the disk does not take a change (the data before it is untouched), and
+    NotReadyError if other processes keep the file locked for seconds.
     """
 
     def __init__(
@@ -298,8 +298,7 @@ class Ledger:
             ]
 
     def payload(self, id: str) -> bytes:
-        """Return what the job was submitted with. Raises JobNotFoundError, or DamagedPayloadError where it is not
-        that."""
+        """Return the job's submitted payload. Raises JobNotFoundError, or DamagedPayloadError if it is damaged."""
         job = self.job(id)
         with storing(f"reading the payload of job {id}", at=self.path):
             try:
@@ -353,10 +352,11 @@ class Ledger:
     # --- the worker's half ---
 
     def lease(self, worker: str, *, seconds: float = 30, admits: Admits | None = None) -> Lease | None:
-        """Take the job whose turn it is (`ledger_turns`); None if there is none, or if the worker does not admit it
-        beside those that are being trained (None: it admits all). First, jobs whose lease has expired wait again.
+        """Take the job whose turn it is (`ledger_turns`). Return None if there is none, or if `admits` does not admit
+        it while the present jobs are trained (`admits` None: all are admitted). First, jobs whose lease has expired
+        wait again.
 
-        A job that ended `max_attempts` attempts without a word is failed ("crashed_repeatedly") and passed over.
+        A job with `max_attempts` attempts that ended without a report fails ("crashed_repeatedly") and is passed over.
         """
         with self._db.transaction("leasing a job") as db:
             dead = [row for row in training(db) if not is_live(row)]
@@ -384,7 +384,7 @@ class Ledger:
             return None if row is None else Standing.of(db, row), [Standing.of(db, each) for each in training(db)]
 
     def renew(self, lease: Lease, *, seconds: float = 30) -> bool:
-        """Hold the job for `seconds` from now; returns whether somebody asked to cancel it. Raises LeaseLostError."""
+        """Hold the job for `seconds` from now; return whether a client asked to cancel it. Raises LeaseLostError."""
         with self._db.transaction("renewing a lease") as db:
             row = held_by(db, lease)
             update_job(db, row["seq"], **until(seconds))
@@ -463,11 +463,11 @@ class Ledger:
             finish(db, held_by(db, lease)["seq"], JobState.CANCELLED, "cancelled")
 
     def release(self, lease: Lease, *, orphaned: bool = False, beside: int = 0, made_way: bool = False) -> None:
-        """Record that the worker has saved and stops, or that the job makes way for another: it waits again, and this
-        attempt does not count. Raises LeaseLostError.
+        """Record that the worker has saved and stops, or that the job makes way for another (`made_way`): the job waits
+        again, and this attempt does not count. Raises LeaseLostError.
 
-        `orphaned` says that it stops because the server died, with so many jobs `beside` this one in its hands; see
-        `ledger_attempts` for what that counts for.
+        `orphaned` says that the worker stops because the server died; `beside` is the number of other jobs that it had.
+        `ledger_attempts` says how that counts.
         """
         with self._db.transaction("releasing a job") as db:
             release(db, held_by(db, lease), orphaned=orphaned, beside=beside, made_way=made_way)
@@ -483,7 +483,8 @@ class Ledger:
             update_job(db, held_by(db, lease)["seq"], effective=dump(effective))
 
     def shrink(self, lease: Lease, reason: str) -> Job | None:
-        """Memory ran out: the job is to go on with half the tokens in a pass. None if its passes cannot be smaller.
+        """Have the job continue with half the tokens in a pass, because memory ran out, and return the job. None if its
+        passes cannot be smaller.
 
         Raises LeaseLostError.
         """
@@ -496,8 +497,8 @@ class Ledger:
             return read_job(db, row["id"])
 
     def put_aside(self, lease: Lease, reason: str) -> None:
-        """Record that the attempt ended for a reason that may be another job's: the job waits again, this attempt does
-        not count, and nothing is trained beside the next one. Raises LeaseLostError."""
+        """Record that the attempt ended for a reason that another job may have caused: the job waits again, this
+        attempt does not count, and the next attempt runs alone. Raises LeaseLostError."""
         with self._db.transaction("putting a job aside") as db:
             put_aside(db, held_by(db, lease), reason)
 
@@ -523,10 +524,10 @@ class Ledger:
             return read_jobs(db, "WHERE state = 'running' AND version IS NOT NULL ORDER BY seq")
 
     def begin_swap(self, id: str) -> bool:
-        """Note that the job's version is being swapped in. False if nothing is to be, or if servers have died of it so
-        often that the job is failed.
+        """Record that the job's version is being swapped in. Return False if the job has no version to swap in, or if
+        so many servers have died in this swap that the job now fails.
 
-        Whoever begins one ends it: by `complete`, `refuse_swap` or `put_off_swap`. Raises JobNotFoundError.
+        The caller ends the swap: by `complete`, `refuse_swap` or `put_off_swap`. Raises JobNotFoundError.
         """
         with self._db.transaction("beginning a swap") as db:
             row = read_row(db, id)
@@ -600,7 +601,7 @@ class Ledger:
 
     @contextmanager
     def reader(self, what: str) -> Iterator[sqlite3.Connection]:
-        """Yield a connection of its own that only reads: who asks for much lets nobody wait."""
+        """Yield a separate connection that only reads, so that a large query delays no other request."""
         with self._db.storing(what), closing(open_to_read(self.path, self.tenant)) as db:
             yield db
 
@@ -608,24 +609,25 @@ class Ledger:
 
     @property
     def database(self) -> Database:
-        """The connection, for those who keep other tables in the same file."""
+        """Return the connection, for modules with other tables in the same file."""
         return self._db
 
     @property
     def damage(self) -> str | None:
-        """Return what was found damaged since the ledger was opened; nothing in it can be relied on any more."""
+        """Return the damage found since the ledger was opened; then nothing in it can be relied on."""
         return self._db.damage
 
     def verify(self) -> None:
-        """Read the whole ledger; nobody waits for it. Raises LedgerDamagedError."""
+        """Read and check the whole ledger, without delaying other requests. Raises LedgerDamagedError."""
         with self.reader("checking the ledger") as db:
             check_integrity(db, self.path)
 
     def back_up(self, *, least_free: int = 0) -> None:
-        """Read the whole ledger and copy it beside itself, in place of the last copy. Others go on meanwhile.
+        """Read the whole ledger and copy it to a file next to it, which replaces the last copy. Other requests continue
+        meanwhile.
 
-        Raises LedgerDamagedError, and the copy before stays; StorageFullError if less than `least_free` bytes would be
-        free afterwards.
+        Raises LedgerDamagedError, and then the previous copy stays; StorageFullError if less than `least_free` bytes
+        would be free afterwards.
         """
         copy = self.path.with_name(f"{BACKUP}.tmp")
         with storing("backing up the ledger", at=self.path):
@@ -677,11 +679,11 @@ class Ledger:
         self._sweep(older_than=math.inf)
 
     def _sweep(self, *, older_than: float) -> None:
-        """Remove the files of jobs that are not in the ledger, and checkpoints that nobody will go on from.
+        """Remove the files of jobs that are not in the ledger, and the checkpoints of finished jobs.
 
         Ids are never used again.
         """
-        with self._db.transaction("cleaning the spool") as db:  # nobody moves a payload into place meanwhile
+        with self._db.transaction("cleaning the spool") as db:  # no process moves a payload into place meanwhile
             ids = {row["id"] for row in db.execute("SELECT id FROM job")}
             unfinished = {row["id"] for row in db.execute("SELECT id FROM job WHERE finished_at IS NULL")}
             for path in self._spool.iterdir():

@@ -1,16 +1,15 @@
-"""One attempt at a job: the lease that holds it, and what becomes of the job when the attempt ends without a word.
+"""Records attempts at a job: the lease that holds it, and the job's state after an attempt that ended without a report.
 
     crash     the worker died by itself, or let its lease expire: `max_attempts` of these fail the job
-    memory    the kernel ended the worker for want of memory: the job goes on with half the tokens in a pass, until
-    its
-              longest sample alone is a pass; from then on this is a crash
-    server    server and worker died together, or the machine did: MAX_SERVER_DEATHS of these in a row, without a step
-              further than before, fail the job; the first few are nobody's fault
-    stop      the worker did not save in time when the server stopped: counts for nothing
+    memory    the kernel killed the worker because memory ran out: the job continues with half the tokens in a pass,
+              until its longest sample alone is a pass; from then on this counts as a crash
+    server    server and worker died together, or the machine did: MAX_SERVER_DEATHS of these in a row, without a
+              further step, fail the job; fewer do not count
+    stop      the worker did not save in time when the server stopped: does not count
 
-Of several jobs that were in the hands of a worker that crashed, ran out of memory or died with the server too often,
-any may be to blame, and those that are not must not be: none of it counts, and each goes on by itself (`alone`), where
-the next time is surely its own.
+If a worker with several jobs crashes, runs out of memory or dies with the server too often, any of the jobs may be the
+cause, and the others must not fail for it: the attempt does not count, and each job continues alone (`alone`), so that
+the next such end is surely its own.
 
 Leases are on the monotonic clock; see `ledger`.
 """
@@ -46,8 +45,8 @@ class Cause(StrEnum):
 
 # ---- the lease ----
 def is_live(row: sqlite3.Row) -> bool:
-    """Return whether the lease still holds. More time left than was ever given means that the clock began anew: a
-    reboot."""
+    """Return whether the lease still holds. If more time is left than was given, the clock has restarted in a reboot:
+    then it does not hold."""
     return 0 < row["lease_until"] - time.monotonic() <= row["lease_seconds"] + 1  # 1: for rounding
 
 
@@ -98,7 +97,7 @@ def finish(
 
 def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_attempts: int, beside: int = 0) -> None:
     """End an attempt whose worker is gone: the job waits again, unless it was to be cancelled or fails for good.
-    `beside`: how many other jobs the worker had in its hands."""
+    `beside` is the number of other jobs that the worker had."""
     seq, attempt = row["seq"], row["attempt"]
     if row["cancel_requested"]:
         finish(db, seq, JobState.CANCELLED, "cancelled")
@@ -118,8 +117,8 @@ def take_back(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_att
 def release(
     db: sqlite3.Connection, row: sqlite3.Row, *, orphaned: bool, beside: int = 0, made_way: bool = False
 ) -> None:
-    """End an attempt whose worker saved and stopped. `orphaned`: because its server had died, with so many jobs
-    `beside` this one. `made_way`: for the job whose turn it is."""
+    """End an attempt whose worker saved and stopped. `orphaned`: the worker stopped because its server had died; it had
+    `beside` other jobs. `made_way`: the job makes way for the job whose turn it is."""
     if row["cancel_requested"]:
         finish(db, row["seq"], JobState.CANCELLED, "cancelled")
     elif orphaned:
@@ -131,7 +130,7 @@ def release(
 
 
 def put_aside(db: sqlite3.Connection, row: sqlite3.Row, reason: str) -> None:
-    """End an attempt for a reason that may be another job's: this one goes on by itself."""
+    """End an attempt for a reason that may be another job's: this one continues by itself."""
     if row["cancel_requested"]:
         return finish(db, row["seq"], JobState.CANCELLED, "cancelled")
     update_job(db, row["seq"], alone=True)
@@ -182,7 +181,8 @@ def _crashed(db: sqlite3.Connection, row: sqlite3.Row, cause: Cause, *, max_atte
 
 # ---- smaller passes ----
 def shrink(db: sqlite3.Connection, row: sqlite3.Row) -> int | None:
-    """Halve the tokens of the job's passes; how many they are now. None where they cannot be fewer, or nobody knows."""
+    """Halve the tokens of the job's passes and return the new number. None if there cannot be fewer, or if the number
+    is not known yet."""
     now, least = row["pass_tokens"], row["least_tokens"]
     if now is None or now <= least:
         return None

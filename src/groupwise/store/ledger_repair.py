@@ -4,9 +4,9 @@
     repair    a new ledger of every row that can still be read; of what cannot, the row of the backup; and of a job that
               neither has, what was accepted with its payload. The damaged files are kept.
 
-SQLite survives crashes; a disk that returns other bytes than were written, or somebody who truncates the file, it only
-notices. So the whole file is read when a server starts and whenever it is backed up. What was accepted is then in three
-places: the ledger, the backup (of the last hour), and the spool, where each payload is behind its job's row.
+SQLite survives crashes. If a disk returns other bytes than were written, or a program truncates the file, SQLite only
+notices it. So the whole file is read when a server starts and whenever it is backed up. An accepted job is in three
+places: the ledger, the backup (of the last hour), and the spool, whose files hold the job's row and its payload.
 
 A row of the backup or the spool is older than the job. Whether the job has published since, the adapter store knows:
 then it is not trained again.
@@ -86,7 +86,7 @@ def _check(path: Path) -> None:
 
 
 def _check_new(path: Path, what: str) -> None:
-    """Check a new one: an empty state directory is no damage; payloads or a backup without their ledger are."""
+    """Check a new one: an empty state directory is not damaged; one with payloads or a backup but no ledger is."""
     if path.with_name(BACKUP).exists() or any(_spooled(path)):
         raise LedgerDamagedError(f"{path} {what}, though jobs were accepted here")
 
@@ -101,9 +101,9 @@ def _backup_in_words(path: Path) -> str:
 
 
 def repair(path: Path, *, find: FindVersion) -> str | None:
-    """Put the ledger at `path` together again if it is damaged; returns what was done, None where nothing was to be.
+    """Rebuild the ledger at `path` if it is damaged; return a description of the repair, None if none was needed.
 
-    Nobody else may use it. Killed at any moment, it can be called again. Raises StorageError.
+    No other process may use the ledger meanwhile. After a kill at any moment, call it again. Raises StorageError.
     """
     repaired = _repaired(path)
     with storing("repairing the ledger", at=path):

@@ -42,8 +42,8 @@ from groupwise.store.tenants import OWNER
 BUSY_SECONDS = 5.0
 KEEP_SECONDS = 7 * 24 * 3600.0  # finished jobs and rollouts
 KEEP_ROLLOUTS, KEEP_ROLLOUT_BYTES = 1_000_000, 4 << 30
-FORGET_ROWS = 10_000  # in one transaction: nobody waits long for a large clean-up
-SPOOL, SPOOLED = "spool", ".payload"  # the directory beside the ledger, and what follows a job's id there
+FORGET_ROWS = 10_000  # in one transaction, so that a large clean-up delays others only shortly
+SPOOL, SPOOLED = "spool", ".payload"  # the directory next to the ledger, and the ending of the jobs' files there
 REPAIR = "stop the server, and start it once with --repair-ledger: docs/troubleshooting.md#ledger_damaged"
 PHASES = ("waiting", "loading", "training", "publishing", "swapping", "done")
 
@@ -95,17 +95,17 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """A training job as it stood when it was read.
+    """Holds a training job as it was when it was read.
 
-    `effective` is what acts where `config` has null, as far as it is known: for sure once a worker has begun.
-    `phase` is one of PHASES; a failed job keeps the one it failed in. `attempt` counts how often a worker took it.
-    `metrics` are those of the last step, without the ones that were not finite. `error` is {"code", "message", "hint"}.
-    `position` is 1 for the next of the waiting jobs, and None unless it waits. `micro_tokens` is None until memory ran
-    out: then the number of tokens in a pass that the job goes on with, instead of its configuration's. `unhealthy` says
-    what was wrong at its end, where that is an error of health: its version is stored and becomes active by hand only.
-    `alone`: nothing is trained beside it, as a worker died, or ran out of memory, with it and others in its hands.
-    `turn` and `own` are the clocks of its tenant and of its adapter as it last set them (`ledger_turns`), and `tokens`
-    those that were trained. `deadline` is when it is to have ended, seconds since 1970.
+    `effective` has the values in use where `config` has null, as far as they are known; all are known once a worker has
+    begun. `phase` is one of PHASES; a failed job keeps the phase in which it failed. `attempt` counts the workers that
+    took it. `metrics` are the finite ones of the last step. `error` is {"code", "message", "hint"}. `position` is 1 for
+    the next of the waiting jobs, and None unless the job waits. `micro_tokens` is None until memory ran out: then it is
+    the number of tokens in a pass with which the job continues, instead of its configuration's. `unhealthy` is the
+    error of health at its end: its version is stored, and only a person can activate it. `alone`: it is trained alone,
+    because a worker with it and other jobs died or ran out of memory. `turn` and `own` are the clocks of its tenant and
+    of its adapter as it last set them (`ledger_turns`), and `tokens` counts the trained tokens. `deadline` is the time
+    by which it should end, in seconds since 1970.
     """
 
     id: str
@@ -144,7 +144,7 @@ class JobRecord:
 
     @property
     def progress(self) -> float:
-        """The part of the steps that is done, 0 to 1."""
+        """Return the share of the steps that is done, 0 to 1."""
         if self.state is JobState.COMPLETED:
             return 1.0
         return min(self.step / self.steps, 1.0) if self.steps else 0.0
@@ -196,11 +196,11 @@ class RolloutRecord:
 
 
 class Database:
-    """One connection that the threads of this process share, of everything or of one tenant. Do not carry it across a
-    fork.
+    """Holds a connection to the ledger that the threads of this process share, for all tenants or for one. Do not use
+    it across a fork.
 
-    `damage` is what was found damaged, also by those that share its `found`, if anything was: nothing in the file can
-    be relied on then, and nothing more is written.
+    `damage` describes the first damage that this instance, or another one with the same `found`, has found in the file;
+    None without damage. A damaged file cannot be relied on, and nothing more is written to it.
     """
 
     def __init__(self, path: Path, tenant: str | None = None, *, found: list[str] | None = None):
@@ -236,7 +236,8 @@ class Database:
                 raise
 
     def back_up(self, target: Path) -> None:
-        """Copy the file as it is now to `target`, which is one file; nobody waits for it. Raises LedgerDamagedError."""
+        """Copy the ledger's present state to `target`, a single file, without delaying others. Raises
+        LedgerDamagedError."""
         with self.storing("backing up the ledger"), closing(sqlite3.connect(self._path)) as source:
             with closing(sqlite3.connect(target)) as copy:
                 source.backup(copy)
@@ -338,11 +339,12 @@ def open_database(path: Path, tenant: str | None = None) -> sqlite3.Connection:
 
 
 def _keep_private(path: Path) -> None:
-    """Prompts and completions are in it: for its owner's eyes. SQLite gives the files beside it the same mode.
+    """Make the ledger readable for its owner only, because it holds prompts and completions. SQLite gives the files
+    next to it the same mode.
 
-    A ledger that is there is not opened here, nor anywhere but by SQLite: a process that closes a file loses all locks
-    that it has on it (POSIX), those of SQLite's connections too. Another process that closes the ledger then takes
-    itself for the last one and removes the write-ahead log, into which this one goes on writing what nobody will read.
+    An existing ledger is opened only by SQLite, never here: a process that closes a file loses all its locks on the
+        file (POSIX), also those of SQLite's connections. Another process that closes the ledger would then take itself
+        for the last one and remove the write-ahead log, and what this process wrote there afterwards would be lost.
     """
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -418,7 +420,7 @@ def to_event(row: sqlite3.Row, job_id: str) -> LedgerEvent:
 
 @contextmanager
 def _readable(table: str, seq: int | str) -> Iterator[None]:
-    """Context manager: a value that is none is damage, which SQLite did not notice."""
+    """Raise LedgerDamagedError for an invalid value inside the block: damage that SQLite did not notice."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -521,8 +523,8 @@ def forget_rollouts(db: sqlite3.Connection, *, now: float, keep_bytes: int, tena
 
 
 def elapsed() -> float:
-    """Return seconds on a clock that nobody sets, and which goes on while the machine sleeps where there is such a
-    one."""
+    """Return seconds on a clock that cannot be set, and that also runs while the machine sleeps, if the system has such
+    a clock."""
     return time.clock_gettime(_CLOCK)
 
 
@@ -532,7 +534,7 @@ def marks(values: Collection[Any]) -> str:
 
 
 def dump(value: Any) -> str:
-    """Strict JSON: NaN is a ValueError."""
+    """Return strict JSON: NaN raises ValueError."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from groupwise.store.ledger_schema import JobRecord, update_job
 from groupwise.store.ledger_tables import READS
 
-QUANTUM = 1 << 14  # tokens; being saved and taken again costs little beside so many
+QUANTUM = 1 << 14  # tokens; saving a job and taking it again costs little compared with so many
 
 CREDIT = 4 * QUANTUM
 
@@ -92,8 +92,8 @@ _TRAINING = "SELECT *, NULL AS position FROM job WHERE state = 'running' AND ver
 
 @dataclass(frozen=True)
 class Standing:
-    """The training, in tokens of the fair-share clocks, that a job's tenant (`clock`) and adapter (`own`) have had by
-    now, and `lead`, by how many the job's deadline brings it forward."""
+    """Holds the training, in tokens of the fair-share clocks, that a job's tenant (`clock`) and adapter (`own`) have
+    had so far, and `lead`, the tokens by which the job's deadline brings it forward."""
 
     job: str
     tenant: str
@@ -195,15 +195,15 @@ def makes_way(waiting: Standing, running: Sequence[Standing]) -> Standing | None
 
 
 def needs_none_beside(job: JobRecord) -> bool:
-    """Return whether nothing may be trained beside this job: torch has one generator in a process, or workers died with
-    it and others."""
+    """Return whether this job must be trained alone: it uses torch's random generator, of which a process has one, or a
+    worker died with it and others."""
     return job.alone or bool(job.config.get("lora_dropout") or job.config.get("gradient_checkpointing"))
 
 
 # ---- clocks ----
 def price_of_taking(job: JobRecord) -> int:
-    """Return how many tokens it counts as that a job is taken: small ones without end are not free, and one that has
-    none beside it keeps all others waiting."""
+    """Return the tokens that taking a job counts as: an endless number of small jobs is not free, and a job that is
+    trained alone keeps all others waiting."""
     return QUANTUM if needs_none_beside(job) else QUANTUM // 16
 
 

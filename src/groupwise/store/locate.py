@@ -58,19 +58,19 @@ class Located:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run that it is a version of; None for a directory from elsewhere."""
+        """Return the directory of the version's run; None for a directory from elsewhere."""
         run_dir = self.directory.absolute().parents[2]
         return run_dir if self.directory.absolute().parents[1].name == STORE and (run_dir / CONFIG).is_file() else None
 
     @property
     def store(self) -> AdapterStore | None:
-        """The store that it is a version of; None for a directory from elsewhere."""
+        """Return the store of the version; None for a directory from elsewhere."""
         published = (self.directory / files.SIDECAR).is_file()
         return AdapterStore(self.directory.absolute().parents[1]) if published else None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager: the run that it is of does not remove it. Raises AdapterNotFoundError if it has."""
+        """Keep the version's run from removing it during the block. Raises AdapterNotFoundError if it is gone."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.in_use(self.directory))
@@ -280,7 +280,8 @@ def _was_finished(run_dir: Path) -> bool:
 
 @lru_cache(maxsize=16)
 def _said(configuration: str) -> Any:
-    """Return what a run's configuration says, which nobody may change: it is asked for several times a command."""
+    """Return the values of a run's configuration from a cache; do not change them. A command reads them several
+    times."""
     return YAML(typ="safe").load(configuration)
 
 

@@ -32,7 +32,7 @@ def map_weights(base: LoadedModel, directory: Path) -> bool:
     """Have the parameters of `base` memory-mapped, in place; before anything is made of it that copies tensors.
 
     Returns whether they are. They are not on a GPU, and when the file cannot be written: that is logged, and the
-    process goes on with weights of its own.
+    process continues with its own weights.
     """
     if base.device.type != "cpu":
         return False

@@ -1,9 +1,9 @@
-"""Takes keys, tokens and passwords out of text before it leaves this machine, and personal data where that is asked.
+"""Removes keys, tokens and passwords from text before it leaves this machine, and personal data if requested.
 
 A secret is the value of an environment variable whose name says so (HF_TOKEN, OPENAI_API_KEY, DB_PASSWORD), text in a
-shape that only keys have, a password in an address, and a configuration's value under such a name. `SECRETS` are the
-shapes, and `PERSONAL` those of what says who somebody is. What has none of these marks is not found, and a name or an
-address of the post has none: look through what you publish.
+form that only keys have, a password in an address, and a configuration's value under such a name. `SECRETS` has the
+forms of keys, and `PERSONAL` those of personal data. Text without such a form is not found; names and postal addresses
+have none. Look through what you publish.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MASK = "[masked]"
-SHORTEST = 8  # characters of an environment variable's value: "true" under DEBUG_TOKEN is no secret
+SHORTEST = 8  # characters of an environment variable's value: "true" under DEBUG_TOKEN is not a secret
 SMALLEST_CARD = 10**12  # of JSON, a number with 13 digits
 
 _NAMES = re.compile(r"(?:^|_)(?:KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:$|_)", re.IGNORECASE)
@@ -149,8 +149,8 @@ class Masking:
     """Masks text and configurations; `counts` is how often each rule took something out so far, `count` all together.
 
     Args:
-        environ: whose values are secrets where their names say so.
-        rules: what else is masked, the first that fits.
+        environ: environment variables, whose values are secrets if their names say so.
+        rules: further masks; the first one that fits applies.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, *, rules: Sequence[Rule] = SECRETS):

@@ -77,7 +77,7 @@ def _text_of(values: tuple[Any, ...]) -> str | None:
         return _spaced(_INTS.dump_json(values))
     if kinds != {float}:
         return None
-    import numpy as np  # not by whoever merely reads a run
+    import numpy as np  # imported here: a program that only reads a run does not need it
 
     size_N = np.abs(np.fromiter(values, float, len(values)))
     if not size_N.max() < 1e16:  # nor is NaN

@@ -1,12 +1,12 @@
-"""Raters, in the job ledger's database: how often each agreed with what is known, and whose ratings count nowhere.
+"""Stores raters in the job ledger's database: how often each agreed with known rewards, and which raters do not count.
 
     unheard     ratings of answers to certain prompts, oldest first, a page at a time
-    keep        how these raters' first words of each prompt compare with what is known
+    keep        stores whether these raters' first ratings for each prompt agree with the known rewards
     agreed      for each rater, in the order of the ratings, whether it agreed
-    proven      who agreed so often
-    distrust    from now on a rater's ratings count nowhere (`store.feedback`); `trust` undoes it, and begins anew
+    proven      the raters that agreed at least so often
+    distrust    a rater's ratings no longer count (`store.feedback`); `trust` undoes this, and restarts the comparison
 
-A rater speaks once of each prompt: what it says of further answers to it, or later, tells nothing new of the rater.
+A rater counts once for each prompt: later ratings, or ratings of further answers to the prompt, add no evidence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE = 1000  # ratings
 
 @dataclass(frozen=True)
 class KnownVote:
-    """A rater's rating of an answer whose reward is known: whether the two agreed."""
+    """Holds a rater's rating of an answer whose reward is known, and whether the two agreed."""
 
     rater: Rater
     prompt_ids: tuple[int, ...]
@@ -74,7 +74,7 @@ class RaterLog:
         return found
 
     def proven(self, least: int) -> set[Rater]:
-        """Return the raters who agreed with what is known of so many prompts."""
+        """Return the raters who agreed with what is known of this many prompts."""
         query = "SELECT sender, author FROM known_vote WHERE agreed GROUP BY sender, author HAVING COUNT(*) >= ?"
         with self._db.reading("reading who agreed") as db:
             rows = db.execute(query, (least,)).fetchall()
@@ -101,7 +101,7 @@ class RaterLog:
 
 
 def digest_of(prompt_ids: tuple[int, ...]) -> str:
-    """Return what stands for a prompt in the ledger."""
+    """Return a prompt's digest in the ledger."""
     return hashlib.sha256(packed_ids(prompt_ids)).hexdigest()[:32]
 
 

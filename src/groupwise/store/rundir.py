@@ -7,7 +7,7 @@ runs/<name>-<time>/
     evaluations/step_000000.greedy.jsonl
     images/<sha256>.png            of prompts, each once
     adapters/<name>/v000001/       the versions
-    checkpoints/step-000025/       where to go on from
+    checkpoints/step-000025/       where to continue from
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ROLLOUTS, EVALUATIONS, ADAPTERS, IMAGES = "rollouts", "evaluations", "adapters",
 def open_run_dir(
     config: RunConfig, *, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[Path, checkpoint.RunState | None]]:
-    """Context manager: the run's directory, locked against other processes, and the state from which a resumed run goes
-    on (`resume: auto`). A finished run goes on where `train.steps` asks for more; else, if `run_dir` names it, there is
-    nothing left but to conclude it again. `note` is told why a run that may go on with another begins anew.
+    """Yield the run's directory, locked against other processes, and the state from which a resumed run continues
+    (`resume: auto`). A finished run continues if `train.steps` asks for more; otherwise, if `run_dir` names it, it is
+    only concluded again. `note` gets the reason if a run that could resume starts over.
 
     The directory is locked before anything in it is changed: a run that is being trained stays as it is.
 
@@ -64,9 +64,9 @@ def open_run_dir(
 
 
 def reserve_run_dir(config: RunConfig, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Return the directory of the run that goes on, or of a new one, which is made here and given to nobody else.
+    """Return the directory of the run that continues, or make one for a new run, which no other process gets.
 
-    Raises as `open_run_dir`, but for the lock.
+    Raises the errors of `open_run_dir`, except that of the lock.
     """
     if config.resume == "auto" and config.run_dir is None:
         begun, why_anew = _unfinished(config)
@@ -178,9 +178,9 @@ def _check_free(run_dir: Path, config: RunConfig) -> None:
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """Return the run in `output_dir` that goes on: the newest of this configuration that was not finished; else, of
+    """Return the run in `output_dir` that continues: the newest of this configuration that was not finished; else, of
     those that have fewer steps than are asked for and differ in nothing else, the one that made most, so that no trial
-    of a step takes the place of a run. Without one: why the newest of this name does not go on, "" where there is
+    of a step takes the place of a run. Without one: why the newest of this name does not continue, "" where there is
     none."""
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
     matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]

@@ -17,8 +17,8 @@ Row = dict[str, str | float | None]
 
 
 def rewards_of(groups: Sequence[RolloutGroup]) -> dict[str, list[float]]:
-    """Return the rewards of the completions, together and by their functions; those that are no finite number are left
-    out."""
+    """Return the rewards of the completions, together and by their functions; those that are not finite numbers are
+    left out."""
     values: dict[str, list[float]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         named = {f"distribution/reward/{name}": reward for name, reward in rollout.rewards.items()}

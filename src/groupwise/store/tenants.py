@@ -49,5 +49,5 @@ def tenants_in(state_dir: Path) -> list[str]:
 
 
 def label(tenant: str, name: str) -> str:
-    """Return what the owner reads of a tenant's thing."""
+    """Return the owner's name of a tenant's thing."""
     return name if tenant == OWNER else f"{tenant}{BETWEEN}{name}"

@@ -123,7 +123,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run goes on in its own.
+    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run continues in its own.
 
     Where there is no key, and WANDB_MODE does not say what to do then, a warning says so once and the run is recorded
     offline, in `<run directory>/wandb`.
@@ -174,7 +174,7 @@ class WandbTracker:
 
 
 def _has_key(wandb: ModuleType) -> bool:
-    """Return whether W&B knows who runs this, without asking anybody."""
+    """Return whether W&B has an API key here, without prompting the user."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # before 0.31 it asks, and has this instead

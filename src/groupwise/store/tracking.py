@@ -135,7 +135,7 @@ class Tracking:
         for name, tracker in self.trackers.items():
             try:
                 act(tracker)
-            except Exception as error:  # whatever somebody's network does, training goes on
+            except Exception as error:  # training continues, whatever the tracker's network does
                 self.failures[name] += 1
                 if self.failures[name] == 1:
                     log.warning("%s failed (%s: %s); metrics.jsonl is complete", name, type(error).__name__, error)

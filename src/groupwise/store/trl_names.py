@@ -58,7 +58,7 @@ TOKENS = "rollout/total_tokens"  # of a step; TRL's `num_tokens` is their sum so
 
 
 def trl_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return what TRL would call these metrics; those it does not have are left out.
+    """Return these metrics under TRL's names; those that TRL does not have are left out.
 
     >>> trl_metrics({"reward/mean": 0.5, "reward/exact/mean": 0.5, "perf/tok_s": 900.0})
     {'reward': 0.5, 'rewards/exact/mean': 0.5}

@@ -23,8 +23,8 @@ class Unchanged(Generic[T]):
         self._known: dict[str, tuple[tuple[int, int, int], T]] = {}
 
     def get(self, path: str, read: Callable[[], T]) -> T:
-        """Return what `read` returned when it was called last, or now if the file is another one since. Raises OSError
-        if there is none, and what `read` raises."""
+        """Return `read`'s last result, or a new one if the file has changed since. Raises OSError without a file, and
+        `read`'s errors."""
         try:
             about = os.stat(path)
         except OSError:
@@ -42,5 +42,5 @@ class Unchanged(Generic[T]):
         return found
 
     def forget(self, path: str) -> None:
-        """Let go of what was read of a file that is gone, and that nobody will ask for again."""
+        """Forget the contents of a file that is gone and will not be asked for again."""
         self._known.pop(path, None)

@@ -169,7 +169,7 @@ class EpisodeCredit:
 
     def state(self, name: str) -> None:
         """Name the state in which the policy speaks next, equal for equal situations (GiGPO's anchor states). Without a
-        name it is what the policy has heard since the answer that its request goes on from."""
+        name it is what the policy has heard since the answer that its request continues from."""
         if not isinstance(name, str):
             raise EnvError(f"{self._agent} named a state {name!r}; it is a text", field=self._agent)
         self._session.state = name

@@ -7,9 +7,9 @@ it has, or raise, which is worth 0.
     max_turns, max_tool_calls, max_tokens, template     as in `episode`
 
 A conversation that fills the context is a 400 `context_length_exceeded`, which agents know from elsewhere: they may
-shorten it and go on. An episode that ends there has the stop "context".
+shorten it and continue. An episode that ends there has the stop "context".
 
-All methods are for the endpoint's event loop. A request whose client went away is no turn.
+All methods are for the endpoint's event loop. A request whose client went away is not a turn.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class LimitError(GroupwiseError):
-    """The episode may not go on; `code` says which limit it is at."""
+    """The episode may not continue; `code` says which limit it is at."""
 
     status, exit_code = 403, 1
 
@@ -301,7 +301,7 @@ class AgentSession:
         loop = asyncio.get_running_loop()
 
         def on_token(_: int, token_id: int, *__: Any) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits
+            with suppress(RuntimeError):  # the loop has been closed: no request waits
                 loop.call_soon_threadsafe(said, token_id)
 
         (future,) = cast("LiveEngine", self.sampler).submit([request], on_token=on_token)

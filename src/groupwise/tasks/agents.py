@@ -1,4 +1,4 @@
-"""Agents: programs that play one episode and know nothing but an OpenAI client; loading, recording and training them.
+"""Agents: programs that play one episode through an OpenAI client; loads, records and trains them.
 
     async def agent(case, *, client, model):
         answer = await client.chat.completions.create(model=model, messages=[...], tools=[...])
@@ -8,15 +8,15 @@
 It is called once for each episode, by name, with those of `case`, `client`, `base_url`, `api_key`, `model`, `seed` and
 `episode` that it takes, and with `env.args`. `case` is a row of the dataset, `seed` the same for the episodes of a
 group; `episode` is told what single turns were worth (`EpisodeCredit`). It may be async (it runs in the run's event
-loop and must not block it) or not (it runs in a thread of its own). The key stands for the episode: give it to the
+loop and must not block it) or not (it runs in its own thread). The key stands for the episode: give it to the
 processes and sub-agents that belong to it, and to nothing else. `client` is an `AsyncOpenAI` (an `OpenAI`, where the
 agent is not async) with that URL and key, on connections that all episodes share: a client that an agent makes itself
 reads the certificates of the machine each time, some 70 ms. What it returns is
 
     a number                        the episode's reward
     {"reward": .., "metrics": {}}   the same; the numbers are logged as `env/<name>`
-    {"turn_rewards": [..]}          alone or beside these: what each answer was worth, in their order, None for nothing
-    None                            the configuration's `rewards` say what the episode is worth
+    {"turn_rewards": [..]}          alone or with these: a reward for each answer, in order, None for no reward
+    None                            the configuration's `rewards` score the episode
 
 and rewards of turns are added to the episode's, as in an environment.
 
@@ -121,11 +121,11 @@ class AgentResult:
     """Result of an agent's episode.
 
     Args:
-        turn_rewards: what each answer was worth besides, in their order; empty for none.
-        columns: what reward functions get of it by name.
+        turn_rewards: additional rewards of the answers, in order; empty for none.
+        columns: columns for reward functions, by name.
         stop: why the episode ended, where that was not the agent's own doing.
         failure: it failed, and is worth what `env.on_error` says.
-        ending: how it ended, for messages.
+        ending: how the episode ended, for messages.
     """
 
     reward: float | None = None

@@ -85,7 +85,7 @@ class AnswerRollouts:
         return [answer_turns(replace(prompt, answer=answer), self._tokenizer) for answer in answers]
 
     def close(self) -> None:
-        """Does nothing: the policy's source is closed by whoever opened it."""
+        """Do nothing: the opener of the policy's source closes it."""
 
 
 async def _given(group: RolloutGroup) -> RolloutGroup:

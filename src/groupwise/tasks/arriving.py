@@ -45,7 +45,7 @@ class ByteLimit:
 
     @asynccontextmanager
     async def held(self, size: int) -> AsyncIterator[None]:
-        """Context manager: `size` bytes, or all there are, are taken. Raises OverloadedError."""
+        """Take `size` bytes, or all that exist, for the block. Raises OverloadedError."""
         size = min(size, self._capacity)
         await self._take(size)
         try:
@@ -131,7 +131,8 @@ class BodyGuard:
         return message
 
     async def take_place(self, *, long: bool = False) -> None:
-        """Once. Raises OverloadedError. Nothing is read meanwhile, so the time is not the client's."""
+        """Take a place, once. Raises OverloadedError. Nothing is read meanwhile, so this time does not count as the
+        client's."""
         if not self._placed:
             self._placed, began = True, time.monotonic()
             await self._take(long=long)

@@ -1,4 +1,4 @@
-"""The policy for blocking user code that runs in threads of its own: each call waits, at most until a deadline."""
+"""The policy for blocking user code that runs in its own threads: each call waits, at most until a deadline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BlockingPolicy:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since somebody was last answered; 0 while an answer is waited for."""
+        """Return the seconds since the last answer; 0 while a caller waits for one."""
         with self.lock:
             return 0.0 if self._waiting else time.monotonic() - self._heard
 

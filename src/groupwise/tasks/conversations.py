@@ -1,19 +1,19 @@
-"""The conversations of an agent's episode: which request goes on from which answer, token in, token out.
+"""Follows the conversations of an agent's episode: which request continues which answer, token in, token out.
 
-A request that begins with a conversation as an answer left it (its messages, and the answer as it was sent) goes on
-from it: the policy sees the ids of that turn, what was sampled, the template's own tokens and the new messages, and
-nothing that was sampled is encoded again. Any other request begins a conversation: a sub-agent, a rewritten history.
-Several may go on from one answer. So the turns form trees,
+A request that begins with a conversation that ended in an answer (the same messages, and the answer as it was sent)
+continues this conversation: its prompt is the earlier turn's ids, the sampled ids, the template's own tokens and the
+    new messages, and no sampled token is encoded again. Any other request begins a conversation: a sub-agent, a
+    rewritten history. Several requests may continue one answer. So the turns form trees,
 
-    A - B - C          asked one after another
-      \\ D              goes on from A too: a second attempt, a branch
-    E                  begins anew
+    A - B - C          one request after another
+      \\ D              also continues A: a second attempt, a branch
+    E                  a new conversation
 
-and are trained branch by branch (A B C, D, E), where `algo.samples.segments_of` joins what extends what came before it.
-Offered tools stand at the head of a prompt, so a request with others begins anew.
+and are trained branch by branch (A B C, D, E); `algo.samples.segments_of` joins turns that extend the turn before.
+Offered tools are at the head of a prompt, so a request with other tools begins a new conversation.
 
-A harness that compacts its history (drops its middle, or has the policy summarise it) begins anew in the same way: what
-it shows again of earlier answers is context of the new segment, and is trained only where it was sampled.
+A harness that compacts its history (drops its middle, or has the policy summarise it) begins a new conversation, too:
+earlier answers that it shows again are context of the new segment, and are trained only where they were sampled.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Conversations:
 
     @property
     def first_request(self) -> FirstRequest | None:
-        """Return what the policy was first asked; None before the first answer."""
+        """Return the policy's first request; None before the first answer."""
         if not self._begun:
             return None
         seen = self._begun[0].transcript
@@ -87,7 +87,7 @@ class Conversations:
 
     @property
     def latest(self) -> tuple[Message, ...]:
-        """All messages after the opening ones of the conversation that was answered last."""
+        """Return all messages after the opening ones, of the conversation that was answered last."""
         if not self.answered:
             return ()
         seen = self.answered[-1].transcript
@@ -112,7 +112,7 @@ class Conversations:
         return Reply(parser, new_id=self._new_id, one_call=one_call)
 
     def _new_id(self) -> str:
-        """Return for a call an id of its own in the whole episode."""
+        """Return for a call its own id in the whole episode."""
         self._ids += 1
         return self._format.call_id(self._ids - 1)
 
@@ -166,7 +166,7 @@ class Conversations:
 
 
 def _copy(transcript: Transcript) -> Transcript:
-    """Return one that goes on by itself. Of the turns it needs the last."""
+    """Return one that continues by itself. Of the turns it needs the last."""
     other = copy.copy(transcript)
     other.messages, other.turns, other.forks = list(transcript.messages), transcript.turns[-1:], 0
     return other

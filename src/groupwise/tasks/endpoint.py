@@ -10,7 +10,7 @@ The key is a bearer, or `x-api-key`. What is streamed is sent as it is sampled, 
 A body is limited as the live server's are (`groupwise.tasks.arriving`): one that is longer than a prompt's may be
 is a 413, and one that does not arrive is a 408.
 
-It has a thread and an event loop of its own, so that agents that are not async, and other processes, can use it too.
+It has a thread and its own event loop, so that agents that are not async, and other processes, can use it too.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(self, session: AgentSession) -> AsyncIterator[str]:
-        """Context manager that yields the API key under which `session` is reached. Usable from any event loop."""
+        """Yield the API key for `session` during the block. Usable from any event loop."""
         key = f"episode-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         try:
@@ -331,7 +331,8 @@ def _in_words_of(names: Mapping[str, str] | None) -> Iterator[None]:
 
 
 class _Stream:
-    """One answer as a stream. It begins with the first part, so that what is wrong by then has a status of its own."""
+    """Streams an answer of the policy. The stream begins with the first part, so that an error before it has its own
+    HTTP status."""
 
     def __init__(
         self,
@@ -352,7 +353,7 @@ class _Stream:
         self._answer.add_done_callback(lambda _: self._parts.put_nowait(None))
 
     def cancel(self) -> None:
-        """Nobody reads it: it is no turn, unless it was whole already."""
+        """Cancel the answer, because its client has gone. The answer is not a turn, unless it was complete already."""
         self._answer.cancel()
 
     async def next(self) -> Sequence[ReplyPart] | None:
@@ -415,7 +416,7 @@ def _error_of(http: Request, error: GroupwiseError) -> dict[str, Any]:
 
 
 async def _gone(http: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)  # to nobody
+    return Response(status_code=499)  # the client has gone
 
 
 async def _bug(http: Request, error: Exception) -> Response:

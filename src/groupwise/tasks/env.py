@@ -75,9 +75,9 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveResult:
-    """Result of a player's turn in a game of several (`self_play`), each by player: what it is told next, and its
-    reward, which counts for the last turn that it took. `next` speaks next (None: whoever is next in `players`), in the
-    state `state` (as `Observation.state`)."""
+    """Holds the result of a player's turn in a game of several players (`self_play`): by player, the messages that it
+    gets next, and its reward, which counts for the last turn that it took. `next` names the next player (None: the next
+    in `players`), and `state` its situation (as `Observation.state`)."""
 
     messages: Mapping[str, Any] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Episode:
 
     @property
     def answer(self) -> str:
-        """The text of the assistant's last message; "" without one."""
+        """Return the text of the assistant's last message; "" without one."""
         said = [message for message in self.messages if message["role"] == "assistant"]
         content = said[-1].get("content") if said else None
         return content if isinstance(content, str) else ""
@@ -254,7 +254,7 @@ def done_of(value: Any) -> bool:
 
 
 def numbers_of(info: Any) -> dict[str, float]:
-    """Return the numbers of `info` that are finite. Raises EnvError where it is no object."""
+    """Return the numbers of `info` that are finite. Raises EnvError if `info` is not a mapping."""
     if not isinstance(info, Mapping):
         raise EnvError(f"step returned info={shortened(info)}; it is an object of numbers by name")
     numbers = {str(name): value for name, value in info.items() if isinstance(value, int | float)}

@@ -35,10 +35,10 @@ class PlayParts:
     """The parts with which episodes are played.
 
     Args:
-        run: how training samples.
+        run: training's sampling parameters.
         scored: reward functions score the episodes too.
         recorded: the engine records which tokens were left to draw from.
-        envs: what `open_envs` returned.
+        envs: the result of `open_envs`.
     """
 
     engine: Sampler
@@ -51,18 +51,18 @@ class PlayParts:
 
 
 class EnvKind:
-    """A kind of environment: plays the episodes of a run, and knows its prompts before the model is loaded.
+    """Plays the episodes of a run with environments of one kind, and provides its prompts before the model is loaded.
 
     Attributes:
-        name: what messages call it.
-        players: the players of its episodes, where they are several (`self_play`).
-        columns: names of the `Rollout.columns` that it adds for reward functions; None: known when it has played.
-        makes_prompts: it makes the prompts itself, so that a run has no `data` beside it.
-        takes_cases: a row of data needs no prompt, since what the policy is asked comes from here.
-        own_texts: it also generates texts that are not the answer, whose form nobody can ask for (`rollout.grammar`).
-        in_workers: its environments can live in other processes (`open_envs`).
-        case_methods: what the methods are called that make its cases, for messages: of training, of evaluation.
-        needs_model: `groupwise env check` plays it with a loaded model, even where scripts answer.
+        name: the kind's name in messages.
+        players: the players of its episodes, if there are several (`self_play`).
+        columns: names of the `Rollout.columns` that it adds for reward functions; None: known after the first episode.
+        makes_prompts: it makes the prompts itself, so that a run has no `data`.
+        takes_cases: a row of data needs no prompt, because the environment makes the policy's prompts.
+        own_texts: it also generates texts other than answers, which cannot be constrained (`rollout.grammar`).
+        in_workers: its environments can run in other processes (`open_envs`).
+        case_methods: the names of the methods that make its cases, for messages: of training, of evaluation.
+        needs_model: `groupwise env check` plays it with a loaded model, even if scripts answer.
     """
 
     name: str
@@ -101,7 +101,8 @@ class EnvKind:
         raise NotImplementedError(f"{type(self).__name__} does not say how its episodes are played")
 
     def open_check(self, wanted: CheckRequest, base: LoadedModel | None, say: Callable[[str], None]) -> Opened:
-        """Return what `groupwise env check` plays. Raises ConfigError where it cannot play episodes one by one."""
+        """Return the environment for `groupwise env check`. Raises ConfigError if it cannot play episodes one by
+        one."""
         hint = "try it in a short run: groupwise run CONFIG train.steps=2"
         raise ConfigError(f"env check plays episodes, and {self.name} plays whole batches", hint=hint)
 

@@ -53,7 +53,7 @@ class EnvFactory(EnvKind):
 
     @property
     def players(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The players of its episodes, where they are several (`self_play`)."""
+        """Return the players of its episodes, if there are several (`self_play`)."""
         return tuple(getattr(self.make_one, "players", ()))
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class EnvFactory(EnvKind):
 def load_factory(config: EnvSpec, *, folder: str | Path | None = None) -> EnvFactory:
     """Return the environment class that the configuration names, and its arguments.
 
-    Raises LoadError for what cannot be imported, ConfigError for what is no environment or takes other arguments.
+    Raises LoadError if it cannot be imported, ConfigError if it is not an environment or takes other arguments.
     """
     assert config.environment is not None  # else there is an agent or a harness
     package, _, name = config.environment.partition(":")
@@ -133,7 +133,7 @@ def contract_of(made: Any) -> EnvContract | None:
 
 @lru_cache(maxsize=256)
 def load_once(reference: str, *, folder: str | None = None) -> Callable[..., Any]:
-    """`load_object` for environments that load something themselves, in every episode: each reference once."""
+    """Load a reference only once, for environments that would load it in every episode (`load_object`)."""
     return load_object(reference, folder=folder)
 
 

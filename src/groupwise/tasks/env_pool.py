@@ -46,8 +46,8 @@ PATIENCE_S = START_S + 60.0  # for a process to be started, and an episode to be
 
 
 class _Gone(Exception):
-    """The process that had the episode was lost, as `error` says. `suspect`: it may have been this episode's doing;
-    `found`: it was."""
+    """The process of the episode was lost, as `error` says. `suspect`: this episode may have caused it; `found`: it
+    did."""
 
     def __init__(self, error: EnvError, *, suspect: bool = False, found: bool = False):
         super().__init__(error)
@@ -139,7 +139,7 @@ class EnvPool:
 
     @property
     def limit_s(self) -> float:
-        """Seconds that a method may take."""
+        """Return the seconds that a method may take."""
         return self._config.step_timeout_s
 
     @property

@@ -95,7 +95,7 @@ class EnvHost:
         return step_result_of(value, limit=limit)
 
     async def score(self, episode: int, said: Any) -> float | dict[str, float] | None:
-        """Return what `score` returns; None where there is no such method."""
+        """Return the result of `score`; None without such a method."""
         value, method = await self._of(episode).call("score", said), f"{self._factory.name}.score"
         if players := self._factory.players:
             return rewards_of(value, players, method)
@@ -145,7 +145,7 @@ class _Played:
             self._env.thread = self._thread
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return what a method returns; None for one that is not there."""
+        """Return a method's result; None if it does not exist."""
         what, function = f"{self._name}.{method}", getattr(self._env, method, None)
         if not callable(function):
             return None
@@ -222,7 +222,7 @@ class _CallServer:
             answer = {"gone": True}
         except GroupwiseError as error:
             answer = {"error": error.message, "hint": error.hint, "field": error.field, "kind": error.kind}
-        except BaseException as error:  # of a case that cannot be unpickled here, or of a result that is no JSON
+        except BaseException as error:  # a case that cannot be unpickled here, or a result that is not JSON
             answer = {"error": f"{method}: {type(error).__name__}: {error}"}
         if said := self._prints.message(f"environment {self._host.name}", whole="env.workers=0"):
             self._channel.send(said)
@@ -230,7 +230,8 @@ class _CallServer:
 
 
 def encoded(value: Any) -> Any:
-    """Return what a method of the host returned, as JSON takes it. Raises EnvError for what cannot be written."""
+    """Return the result of a method of the host as values for JSON. Raises EnvError for a value that cannot be
+    written."""
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=_plain))
     except (TypeError, ValueError) as error:

@@ -183,7 +183,7 @@ class Player:
 
     @property
     def opening(self) -> Transcript | None:
-        """The transcript that begins with what the policy was asked first."""
+        """Return the transcript that begins with the policy's first prompt."""
         return self.transcript
 
     @property
@@ -193,7 +193,7 @@ class Player:
 
     @property
     def said(self) -> int:
-        """Tokens that the policy said so far."""
+        """Return the number of tokens that the policy has sampled so far."""
         return 0 if self.transcript is None else self.transcript.said
 
     def _trains(self) -> bool:

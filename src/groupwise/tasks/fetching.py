@@ -3,15 +3,15 @@
     fetch_picture    a URL -> Picture, checked as any other; DataError where it is not fetched
     is_public        whether an address is one of the internet's
 
-What is defended: the machines that this one can reach, from whoever names the URL, who runs the host that is named, or
-who answers for its name.
+This protects the machines that this one can reach from attackers who choose the URL, run the named host, or control its
+DNS.
 
-- A name is resolved once. All its addresses must be public, unless the configuration names the machine itself, and one
-  of those that were looked at is connected to.
-- A redirect is a URL as the first one is, and there are few. Proxies, cookies and credentials of the environment are
-  not used.
-- One deadline is for all: the handshake, a head that drips in, a body without end. A body is read as it is: one that is
-  compressed for the way is refused, so that none grows here.
+- A name is resolved once. All its addresses must be public, unless the configuration names the machine itself, and the
+  connection goes to one of the checked addresses.
+- A redirect is checked like the first URL, and their number is small. Proxies, cookies and credentials of the
+  environment are not used.
+- One deadline holds for everything: the handshake, a head that drips in, an endless body. A compressed body is refused,
+  so that no body grows here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fetch_picture(
     """Return the image at an address, of `most` bytes at most. Blocks, for `seconds` and the resolver's own time.
 
     Raises:
-        DataError: `where` is at no address that is allowed, is not there, is too large or too slow, or is no image.
+        DataError: the address is not allowed, or the image is missing, too large, too slow, or cannot be read.
     """
     try:
         data = _fetched(url, hosts, most=most, until=time.monotonic() + seconds, resolve=resolve)
@@ -136,7 +136,7 @@ def _body(answer: http.client.HTTPResponse, most: int) -> bytes:
 # ---- connections ----
 @contextmanager
 def _connected(address: ImageAddress, until: float, resolve: Resolve) -> Iterator[socket.socket]:
-    """Context manager: a connection to one of the host's addresses, which ends at `until` (monotonic)."""
+    """Yield a connection to one of the host's addresses, which is closed at `until` (monotonic)."""
     places = _addresses(address, resolve)
     with _open(places, address.port, until) as raw:
         is_late = threading.Event()
@@ -148,7 +148,7 @@ def _connected(address: ImageAddress, until: float, resolve: Resolve) -> Iterato
         def end() -> None:
             is_late.set()
             with suppress(OSError):
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # whoever waits for it gets its end
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # a waiting read ends
 
         timer = threading.Timer(max(until - time.monotonic(), 0), end)
         timer.daemon = True

@@ -1,4 +1,4 @@
-"""Harness runs (`env.harness`): a program of its own plays each episode, in a workspace that is scored when it ends.
+"""Harness runs (`env.harness`): a separate program plays each episode, in a workspace that is scored when it ends.
 
     prepare     a new directory: `template` copied, files of the configuration and of the row written
     run         the command there, told where the policy is (environment variables) and what to do (arguments, stdin, a
@@ -7,9 +7,9 @@
     score       `score.command` on a copy in the sandbox, without links that lead to its files; or reward functions,
                 which get the directory as `workspace`
 
-The program always has the sandbox's keeper beside it (`rewards.sandbox`), which kills all its descendants, also when
-this process dies. With `isolated` it is in the sandbox altogether: then it has a network of its own, in which there is
-one port, that of the policy, whose connections are passed on to the run's endpoint from here.
+The sandbox's keeper (`rewards.sandbox`) always watches the program, and kills all its descendants, also when this
+process dies. With `isolated` the program runs in the sandbox: then it has a separate network with a single port, the
+policy's, whose connections are passed on to the run's endpoint from here.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Harness:
     """Plays episodes: each call is one, and returns what it came to. It may be called by many tasks at once.
 
     Args:
-        folder: where relative paths of the configuration begin.
+        folder: the folder at which relative paths of the configuration begin.
         timeout_s: seconds that a program may take, the policy's answers included.
         keeps: workspaces stay until `release`, for reward functions; otherwise they go when the episode ends.
     """
@@ -424,7 +424,7 @@ class Harness:
         worth, failure = AgentResult(), None
         if failed and config.on_failure == "error":
             failure = EnvError(f"{NAME} failed: {ending}", kind="timeout" if late else None)
-            late = False  # a limit is no failure, and this one is to be
+            late = False  # reaching a limit is not a failure, and this must be one
         elif failed and config.on_failure == "zero":
             worth = AgentResult(reward=0.0)
         elif config.score is not None:
@@ -485,7 +485,7 @@ class Harness:
 
 
 def sweep() -> None:
-    """Remove the workspaces of processes that were killed: directories of this user whose lock nobody holds."""
+    """Remove the workspaces of processes that were killed: directories of this user whose lock no process holds."""
     for root in Path(tempfile.gettempdir()).glob(f"{ROOT}*"):
         with suppress(OSError):
             if root.is_symlink() or root.stat().st_uid != os.geteuid():

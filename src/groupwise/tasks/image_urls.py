@@ -1,10 +1,10 @@
-"""Addresses of images in rows and in requests: where they stand, and the rows with what was fetched in their place.
+"""Finds the addresses of images in rows and in requests, and puts the fetched pictures in their place.
 
-    addresses_in    (path, address) of every image part that names one, in any nest of lists and mappings
-    fetched         a row with pictures where it had addresses;  kept_at  where they are kept
+    addresses_in    (path, address) of every image part that names one, in nested lists and mappings
+    fetched         a row with pictures in place of its addresses;  kept_at  where they are kept
 
-What was fetched for a row stays in the user's cache under its address, so that a run that goes on, and the next one,
-see what the first one saw. `groupwise` removes nothing there; remove the folder to have images fetched anew.
+A picture that was fetched for a row stays in the user's cache under its address, so that a resumed run, and the next
+run, see the same picture. `groupwise` removes nothing there; remove the folder to have images fetched again.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ def load_env_kind(config: EnvConfig, *, folder: Path, model: str, scored: bool) 
     """Return the kind of environment, before the model is loaded.
 
     Args:
-        folder: where relative paths and modules of the configuration begin.
+        folder: the folder at which relative paths and modules of the configuration begin.
         model: the run's, whose tokenizer some need to make their prompts.
         scored: reward functions score the episodes too.
 
-    Raises LoadError for what cannot be imported, ConfigError for what is no environment or cannot be played on this
+    Raises LoadError if it cannot be imported, ConfigError if it is not an environment or cannot be played on this
     machine, EnvError for a class that fails.
     """
     if config.harness is not None:

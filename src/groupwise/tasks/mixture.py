@@ -7,7 +7,7 @@ Draws come in blocks of a fixed number of them. A source of share w (its weight 
 so that after any number of blocks it is within one draw of its share, and one whose share of a block is less than a
 draw has one now and then. A block's draws of a source are spread over it: the i-th of m is at a random place between
 i / m and (i + 1) / m. So each step of a run has nearly the mixture that is asked for, and not only the run as a whole,
-and no source comes at a fixed beat. Everything follows from (seed, block), so that a run goes on after a stop as if
+and no source comes at a fixed beat. Everything follows from (seed, block), so that a run continues after a stop as if
 there had been none.
 
     Mixture       (source, number of the draw of that source) of each draw of a block
@@ -46,8 +46,8 @@ class Mixture:
 
 
 class MixedOrder:
-    """Orders an epoch over the rows of several sources, one source's rows behind another's: as many draws as there are
-    rows, give or take one for each source. A source that is exhausted begins anew, in a new order if
+    """Orders an epoch over the rows of several sources, which are numbered one source after another: as many draws as
+    there are rows, plus or minus one for each source. A source that is exhausted starts over, in a new order if
     `shuffle`."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool):

@@ -90,12 +90,12 @@ class AgentChatRequest(BaseModel):
 
     @property
     def offered_tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the policy is told of: none where it must not call any."""
+        """Return the tools that the policy may call; empty if it must not call any."""
         return () if self.tool_choice == "none" else tuple(tool.as_dict() for tool in self.tools or ())
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest answer asked for."""
+        """Return the requested limit of the answer."""
         return min((most for most in (self.max_tokens, self.max_completion_tokens) if most is not None), default=None)
 
     @property
@@ -225,7 +225,7 @@ def checked(request: AgentChatRequest) -> AgentChatRequest:
 # ---- answers ----
 @dataclass(frozen=True, kw_only=True)
 class AgentReply:
-    """One answer of the policy: its `message` as the client gets it and sends it back, and the parts of that."""
+    """Holds an answer of the policy: its `message` as the client gets it and sends it back, and the message's parts."""
 
     message: dict[str, Any]
     parts: tuple[ReplyPart, ...]

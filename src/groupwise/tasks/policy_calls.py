@@ -97,11 +97,11 @@ class PolicyCalls:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the function was last answered; 0 while it waits for an answer."""
+        """Return the seconds since the function's last answer; 0 while it waits for one."""
         return self._asking.idle_s
 
     def sample(self, prompts: Sequence[tuple[int, ...]], options: Mapping[str, Any]) -> list[Completion]:
-        """`n` completions of each prompt, in order; equal prompts that stand together share the prompt's forward.
+        """Sample `n` completions of each prompt, in order; adjacent equal prompts share the prompt's forward.
 
         Raises EnvError for options and ids that the engine cannot do, ContextLengthError, and what the engine raises.
         """
@@ -130,7 +130,7 @@ class PolicyCalls:
             return next((each for each in said if each.completion.token_ids[: len(token_ids)] == token_ids), None)
 
     def close(self) -> None:
-        """Nothing is answered any more, and what is under way is given up."""
+        """Stop answering, and give up requests under way."""
         self._asking.close()
 
     def _request(self, prompt_ids: tuple[int, ...], params: SamplingParams, *, n: int, seed: int) -> SamplingRequest:

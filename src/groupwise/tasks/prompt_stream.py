@@ -157,7 +157,7 @@ class PromptSource(Tickets[int]):
 
     @property
     def epochs(self) -> float:
-        """Epochs that were issued, the last in part."""
+        """Return the number of issued epochs, the last in part."""
         return self._epoch + self._position / len(self._order)
 
     @property
@@ -228,5 +228,5 @@ class WrappedStream:
 
     @property
     def epochs(self) -> float:
-        """Epochs of the source that were issued, the last in part."""
+        """Return the number of the source's issued epochs, the last in part."""
         return self._source.epochs

@@ -113,7 +113,7 @@ def to_prompt(
 ) -> Prompt:
     """Return a row as a Prompt, with its images (`tasks.row_images`; relative paths are from `folder`).
 
-    A `case` without a prompt of its own has columns alone. Where a prompt ends with the assistant's words,
+    A `case` without its own prompt has columns alone. Where a prompt ends with the assistant's words,
     `completion_only` says whether rewards see what continues them without them. A string is a message of the user, and
     plain text for a model without a chat template; `raw` makes it plain text for every model.
 

@@ -33,7 +33,7 @@ WINDOW = 16  # ids decoded again for each new one, before the oldest are let go
 class Detokenizer:
     """Ids one by one -> the text that no later id can change; together, the text of `chat.decode`.
 
-    `ends` are the ids that close a reply: they show only where the reply goes on behind them.
+    `ends` are the ids that close a reply: they show only where the reply continues behind them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ends: Collection[int] = ()):
@@ -85,7 +85,7 @@ class TextStream:
         return self._give(min(found) if found else len(self._held) - beginning_length(self._held, self._stop))
 
     def finish(self, text: str) -> str:
-        """Return what is missing of the completion's whole `text`, as the engine gives it."""
+        """Return the rest of the completion's whole `text`, as the engine gives it."""
         return text[self._given :]
 
     def _give(self, length: int) -> str:
@@ -118,7 +118,7 @@ def _is_byte(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _bytes_of(token: str, text: str) -> bytes:
-    """Return the bytes of a vocabulary entry that is no whole text: byte-level letters, or <0xE2>."""
+    """Return the bytes of a vocabulary entry that is not whole text: byte-level letters, or <0xE2>."""
     if match := BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     letters = _byte_letters()
@@ -136,12 +136,12 @@ def _byte_letters() -> dict[str, int]:
 
 # ---- a reply as it is said ----
 class Reply:
-    """One reply while it is said.
+    """Splits a reply into parts (thought, text, calls) while it is sampled.
 
     Args:
-        parser: splits its text.
-        new_id: an id for the next call.
-        one_call: calls after the first are left out.
+        parser: splits the reply's text.
+        new_id: returns an id for the next call.
+        one_call: keep only the first call.
     """
 
     def __init__(self, parser: ReplyParser, *, new_id: Callable[[], str], one_call: bool = False):
@@ -153,7 +153,7 @@ class Reply:
         return [part for part in self.parts if part.kind == "tool_call"]
 
     def push(self, text: str) -> list[ReplyPart]:
-        """Return what `text` adds for certain."""
+        """Return the parts that `text` completes for certain."""
         return self._kept(self._parser.push(text))
 
     def finish(self) -> list[ReplyPart]:

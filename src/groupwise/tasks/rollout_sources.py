@@ -3,10 +3,10 @@
 The loop, evaluation and everything after them know only that a group comes back. Prompts that are begun together have
 their first turns admitted together; the episodes of a group that see the same first prompt share it.
 
-Each episode draws from seeds of its own, (seed of the group, number of the episode, number of the turn), so that what
-it says does not depend on which others happen to be under way, but for float rounding in another batch: the same words,
-with log-probabilities that differ in their last bits. With `env.lockstep` turns are sampled in rounds, of all episodes
-together (`Lockstep`), and not even that depends on how long anybody's tools took.
+Each episode samples with its own seeds, (seed of the group, number of the episode, number of the turn), so that its
+text does not depend on the other episodes under way. Only float rounding does: in another batch the log-probabilities
+differ in their last bits. With `env.lockstep` turns are sampled in rounds, of all episodes together (`Lockstep`), and
+then even the rounding does not depend on how long a tool took.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class EpisodeRollouts:
         return [*await self._sample(request)]
 
     async def _sample(self, request: SamplingRequest) -> list[Completion]:
-        """Its completions, for as many episodes, in this round or at once."""
+        """Sample the completions of a turn, for as many episodes, in this round or at once."""
         if self._rounds is not None:
             return await asyncio.wrap_future(self._rounds.submit([request], episodes=request.n)[0])
         (completions,) = await self._sampler.sample([request])
@@ -324,7 +324,7 @@ class _Asked:
 
 
 def _follow(future: Future[Any], other: Future[Any]) -> None:
-    """Settle `future` as `other` is, and cancel that if nobody waits any more."""
+    """Settle `future` with the result of `other`; cancel `other` if `future` is cancelled."""
 
     def settle(done: Future[Any]) -> None:
         with suppress(InvalidStateError):
@@ -382,7 +382,7 @@ class Slots:
             await turn
             yield party
         finally:
-            if not turn.cancelled():  # cancelled: whoever waited was given up
+            if not turn.cancelled():  # cancelled: the waiting caller was given up
                 self._taken -= slots
             self._let_in()
             if not turn.cancelled():
@@ -422,7 +422,7 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def group_of(prompt: Prompt, completions_G: Sequence[Completion]) -> RolloutGroup:
-    """Single-turn rollouts of an encoded prompt, unscored."""
+    """Return single-turn rollouts of an encoded prompt, unscored."""
     return RolloutGroup(
         prompt=prompt, rollouts=tuple(Rollout(turns=(Turn(prompt.token_ids, c),)) for c in completions_G)
     )

@@ -31,10 +31,10 @@ ROLES = {
 
 def as_ours(row: Any, *, id: str, columns: Mapping[str, str], prompt_key: str | None = None) -> Any:
     """Return a row in our words; `columns` are new names -> those in the data. With a `prompt_key`, only that column
-    may be a conversation of ShareGPT's. What is no object is returned as it is.
+    may be a conversation in ShareGPT's form. A row that is not an object is returned unchanged.
 
     Raises:
-        DataError: a column that is named is not there, a new name is that of another column, or `tools` is no JSON.
+        DataError: a named column is missing, a new name is that of another column, or `tools` is not JSON.
     """
     if not isinstance(row, Mapping):
         return row

@@ -1,10 +1,10 @@
-"""The rows of a source, in our words: read from where they are, cut to a slice, renamed, filtered, drawn.
+"""Reads the rows of a source and converts them to our columns: cut to a slice, renamed, filtered, sampled.
 
     read_rows   rows as they are written, each with an id that names its place: `prompts.jsonl:3`
-    Rows        the same as a run uses them; gone through anew each time, and counted
+    Rows        the same as a run uses them; read again in each iteration, and counted
 
-What is read is held by nobody here but where `sample` and slices in percent need all rows: JSON lines, tables and
-datasets that stream are read a few rows at a time.
+Rows are kept in memory only if `sample` or a slice in percent needs all of them: JSON lines, tables and streamed
+datasets are read a few rows at a time.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class RowCount:
 
 
 class Rows:
-    """The rows of one source as a run uses them, in our words. Each iteration begins anew; it yields (id, row).
+    """Yields the rows of a source as a run uses them, in our columns, as (id, row). Each iteration reads from the
+    start.
 
-    Raises (as it is gone through):
-        DataError: the source cannot be read, a row is not in our words, `filter` fails, or `sample` rows are not there.
+    Raises (during iteration):
+        DataError: the source cannot be read, a row has wrong columns, `filter` fails, or there are fewer than `sample`
+            rows.
         LoadError: a function cannot be loaded.
     """
 
@@ -77,7 +79,7 @@ class Rows:
         return self._sampled(list(kept), config.sample)
 
     def count(self, used: int, *, share: float | None = None) -> RowCount:
-        """Return what the last iteration came to, of which `used` rows are used."""
+        """Return the counts of the last iteration, of which `used` rows are used."""
         rows, filtered, whole = self._rows, self._filtered, self._whole
         return RowCount(label=self.label, rows=rows, filtered=filtered, used=used, share=share, whole=whole)
 

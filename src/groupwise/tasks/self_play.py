@@ -9,7 +9,7 @@
         def score(self, episodes): return {"first": 1.0}            optional, at the end
         def cases(self): ...                                        as of any environment; and close, eval_cases
 
-Each player has a conversation of its own, and sees nothing of the others'. What a player is told waits until it speaks;
+Each player has its own conversation, and sees nothing of the others'. What a player is told waits until it speaks;
 texts that follow each other are one user's message. After a move it is the turn of `MoveResult.next`, or of the next in
 `players`, round and round.
 
@@ -61,7 +61,7 @@ class Match(Player):
 
     @property
     def opening(self) -> Transcript | None:
-        """The transcript of the player who began."""
+        """Return the transcript of the player that began."""
         return next(iter(self._transcripts.values()), None)
 
     @property
@@ -71,7 +71,7 @@ class Match(Player):
 
     @property
     def said(self) -> int:
-        """Tokens of all players so far."""
+        """Return the number of all players' tokens so far."""
         return sum(each.said for each in self._transcripts.values())
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Match(Player):
         return None
 
     def _begin_turn(self, player: str, state: str | None) -> None:
-        """It is this player's turn: `transcript` is its own, with what it was told meanwhile."""
+        """Begin this player's turn: set `transcript` to its own, with the messages since its last turn."""
         told = self._told.pop(player, [])
         transcript, opening = self._transcripts.get(player), self._openings.get(player)
         if transcript is None:

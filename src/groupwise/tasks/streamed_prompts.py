@@ -3,7 +3,7 @@
 What is held is `shuffle_buffer` rows of each source, the prompts on their way, and the first thousand of each, by which
 rewards, environment and memory are tried before a run begins. A row that is read takes a random place of the buffer,
 and what was there is drawn; at the end of a pass over the source the rest is drawn in random order, and the next pass
-begins, with another shuffle. All of that follows from (seed, source, pass), so that a restored stream goes on exactly
+begins, with another shuffle. All of that follows from (seed, source, pass), so that a restored stream continues exactly
 as it would have: it reads its sources again, from the beginning of the pass that it was in, up to where it was, and
 says so if what was drawn in that pass is not what it was.
 
@@ -31,13 +31,13 @@ BLOCK = 1024  # draws of a block of the mixture
 
 
 class StreamedPrompts(Tickets[tuple[int, int]]):
-    """Prompts that are read as they are drawn, endlessly; see the head of this file and `PromptStream`.
+    """Reads prompts when they are drawn, endlessly; see the head of this file and `PromptStream`.
 
     Args:
-        sources: the rows of each; gone through anew for every pass.
-        weights: the sources' shares of what is drawn, in their order.
-        to_prompt: makes a prompt of the configuration of a row's source, its id and the row. Raises DataError.
-        buffer: rows of each source that the next is drawn from; 1 keeps their order.
+        sources: the rows of each source; every pass reads them from the start.
+        weights: the sources' shares of the drawn prompts, in order.
+        to_prompt: makes a prompt from the configuration of a row's source, its id and the row. Raises DataError.
+        buffer: the number of rows of a source from which the next one is drawn; 1 keeps their order.
 
     Raises DataError for a bad row among the first of a source, or a source without rows.
     """
@@ -102,7 +102,7 @@ class StreamedPrompts(Tickets[tuple[int, int]]):
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Continue where `cursor` was taken, reading again what was read since the pass began.
 
-        Raises DataError for what is no cursor of these sources, or where they have other rows now.
+        Raises DataError for a value that is not a cursor of these sources, or if they have other rows now.
         """
         try:
             block, position = int(cursor["epoch"]), int(cursor["position"])

@@ -121,7 +121,7 @@ def reply_grammar(
             text free, and calls in it are kept to their form if one of the tools is `strict`.
         only: the name of the tool that is to be called; None is any.
         several: whether there may be more than one call.
-        answer: the grammar of a reply that is no call.
+        answer: the grammar of a reply that is not a call.
 
     Returns:
         None where everything is allowed.

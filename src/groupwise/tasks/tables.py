@@ -36,7 +36,8 @@ def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=64)
 def _types(path: Path, *state: int) -> list[_Written]:
-    """Return the types of a file's columns; `state` changes with the file. A stream begins a file anew in each pass."""
+    """Return the types of a file's columns, from a cache, because a stream reads a file again in each pass. `state`
+    changes with the file."""
     types: list[_Written] = []
     for names, columns in _csv_parts(path):
         types = types or [_Written() for _ in names]

@@ -1,7 +1,7 @@
 """Tries whether a chat template only appends, before the first episode.
 
 A conversation that only grows is trained as one sequence. Where a template renders an earlier turn differently once the
-conversation goes on, the next turn sees that rendering, and is trained as a sequence of its own (`segments`): as
+conversation continues, the next turn sees that rendering, and is trained as its own sequence (`segments`): as
 correct, and more expensive, since what both saw is computed for each. Known templates: Qwen 2.5, Llama 3, Gemma and
 Mistral append; Qwen 3 drops thoughts when a user speaks again, but not between tool calls; DeepSeek R1 drops them
 always.
@@ -39,7 +39,7 @@ THOUGHT = "One and one."
 
 
 class Growth(StrEnum):
-    """The change that a template makes to a turn once the conversation goes on."""
+    """The change that a template makes to a turn once the conversation continues."""
 
     APPENDS = "appends"
     REWRITES = "rewrites"

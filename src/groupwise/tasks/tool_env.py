@@ -48,7 +48,7 @@ class ToolEnv:
     _spare: OwnThread | None = None
 
     def first_message(self, case: Mapping[str, Any], seed: int) -> Any:
-        """Return what the policy is asked: a user's text, messages, or an Observation. May be async."""
+        """Return the policy's first prompt: a user's text, messages, or an Observation. May be async."""
         raise EnvError(
             f"{type(self).__name__} has no first_message(case, seed)", hint="write it; it returns the question"
         )
@@ -59,7 +59,8 @@ class ToolEnv:
         return self._offer_when_there(value) if isawaitable(value) else self.offer(value)
 
     def offer(self, said: Observation | Sequence[Message] | str) -> Observation:
-        """`said` with the tools, and any that an Observation brings. Raises ConfigError for what is no tool."""
+        """`said` with the tools, and any that an Observation brings. Raises ConfigError for a value that is not a
+        tool."""
         self.toolbox = ToolBox(map(self._bound, self.tools))
         more: Sequence[Mapping[str, Any]] = ()
         if isinstance(said, Observation):

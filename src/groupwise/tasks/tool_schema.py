@@ -61,7 +61,7 @@ class Signature:
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return the signature of a function or bound method, without `self`.
 
-    Raises ConfigError: it is no function with a name, or a parameter has no type hint, no schema, or no name to pass
+    Raises ConfigError: it is not a function with a name, or a parameter has no type hint, no schema, or no name to pass
     it by.
     """
     if not callable(function) or not isinstance(getattr(function, "__name__", None), str):

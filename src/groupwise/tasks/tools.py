@@ -13,7 +13,7 @@
 
 Type hints become the JSON schema and check the arguments (pydantic, which reads "5" as 5 where an int is wanted). A
 call is always answered: whatever goes wrong comes back to the model as a message beginning with "Error:", counted by
-its kind (`CallOutcome`). A result that is no text is sent as JSON, and an image of PIL's, or a list that has some, as
+its kind (`CallOutcome`). A result that is not text is sent as JSON, and an image of PIL's, or a list that has some, as
 the parts of a message, for models that see. Functions that are not async run in daemon threads,
 that a time limit abandons but cannot end: work that may never end, or that is not trusted, belongs in a process.
 """
@@ -96,7 +96,7 @@ class CallableTool:
 
         Args:
             time_limit_s: seconds that a call may take.
-            thread: where a function that is not async runs, instead of a thread of its own.
+            thread: the executor of functions that are not async, instead of separate threads.
 
         Raises:
             ConfigError: a parameter has no type hint, no schema, or cannot be passed by name.
@@ -126,7 +126,7 @@ class CallableTool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """In OpenAI's form, as chat templates want it."""
+        """Return the tool in OpenAI's form, which chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -172,7 +172,7 @@ class ToolBox:
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """All tools in OpenAI's form."""
+        """Return all tools in OpenAI's form."""
         return [tool.definition for tool in self]
 
     async def call(self, call: Mapping[str, Any]) -> Message:
@@ -252,10 +252,10 @@ _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Return what `function` returns, run in a daemon thread; at most `THREADS` are waited for at once.
+    """Run `function` in a daemon thread and return its result; at most `THREADS` are waited for at once.
 
-    Whoever stops waiting leaves the thread behind: it holds up neither the others nor the end of the process. The time
-    that a call waits for its turn is not the tool's.
+    A caller that stops waiting leaves its thread behind, which delays neither other calls nor the end of the process.
+    The time for which a call waits for its turn does not count as the tool's.
     """
     loop = asyncio.get_running_loop()
     _clock.get()(False)
@@ -271,7 +271,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
                 result, error = None, raised
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed: no call waits
                 return
 
         threading.Thread(target=work, name="tool", daemon=True).start()

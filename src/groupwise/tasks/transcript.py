@@ -6,7 +6,7 @@ The prompt of a turn is what was there, with what follows appended:
 
 so nothing that was sampled is ever encoded again. A turn that the policy did not end itself (it was cut, or a stop
 string ended it) is closed with the template's end-of-turn token. Where the template would render the history
-differently now that the conversation goes on (Qwen 3 drops earlier <think> blocks), the next prompt is encoded anew:
+differently now that the conversation continues (Qwen 3 drops earlier <think> blocks), the whole next prompt is encoded:
 the turns then are two trained segments (`segments`), each in the context in which it was sampled.
 """
 
@@ -63,7 +63,7 @@ class Transcript:
 
     @property
     def said(self) -> int:
-        """Tokens that the policy said."""
+        """Return the number of tokens that the policy sampled."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     def speak(self, completion: Completion, *, trained: bool = True, state: str | None = None) -> Message:
@@ -123,7 +123,7 @@ class Transcript:
 
     def _message(self, completion: Completion) -> Message:
         """Return the completion as a message; it has the <think> that the prompt ended with, as templates look for
-        it, or the thought in a field of its own where they do so."""
+        it, or the thought in its own field where they do so."""
         thinking = opens_thought(self.turns[-1].prompt_ids, self._tokenizer)
         form, text = self._format, completion.text
         reply = parse(text, form, tools=self.tools, thinking=thinking, calls=bool(self.tools))
@@ -150,7 +150,7 @@ def _text(message: Message) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters replaced by something that is only seen.
+    """Return `text` with control characters replaced by visible ones.
 
     >>> visible("a\\x1b[31mb\\n")
     'a␛[31mb\\n'

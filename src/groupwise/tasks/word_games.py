@@ -36,7 +36,7 @@ class Wordle:
 
     Args:
         words: a file with a word a line, from `folder` on; by default 463 common words.
-        guesses: how many there are.
+        guesses: the number of guesses.
 
     Raises DataError for a file that is not there or has other lines.
     """
@@ -48,7 +48,7 @@ class Wordle:
             raise DataError(f"{words}: {wrong!r} is no word of five letters a to z", hint="one word a line")
 
     def cases(self) -> list[dict[str, Any]]:
-        """Nine words of ten."""
+        """Return nine of ten words."""
         return [{"word": each} for i, each in enumerate(self._words) if i % HELD_OUT]
 
     def eval_cases(self) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ class Wordle:
         )
 
     def step(self, message: Message) -> StepResult:
-        """Return what the guess has right."""
+        """Return the feedback on the guess."""
         said = str(message.get("content") or "").rpartition("</think>")[2]
         guess = (tagged(said, "guess") or said).strip().strip("[].").lower()
         self._made += 1
@@ -105,9 +105,9 @@ class AlphabetSort:
 
     Args:
         names: a file with a name a line, from `folder` on; by default four hundred made-up ones.
-        turns, most: how many turns an episode has, and how many names come in one at most.
-        size: how many episodes there are.
-        power: of the likeness; above 1, nearly right is worth less.
+        turns, most: the number of turns in an episode, and the most names in a turn.
+        size: the number of episodes.
+        power: the exponent of the likeness; above 1, nearly right answers get less.
 
     Raises DataError for a file that is not there or is empty.
     """
@@ -125,7 +125,7 @@ class AlphabetSort:
         self._turns, self._most, self._size, self._power = turns, most, size, power
 
     def cases(self) -> list[dict[str, Any]]:
-        """Nine episodes of ten."""
+        """Return nine of ten episodes."""
         return [{"number": number} for number in range(self._size) if number % HELD_OUT]
 
     def eval_cases(self) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Context parallel: several ranks compute one packed row together (Ulysses, arXiv 2309.14509).
 
-The tokens of a row are dealt out to the C ranks of a group like cards: rank r has tokens r, r + C, r + 2C, ... Layers
+The tokens of a row are distributed to the C ranks of a group like cards: rank r has tokens r, r + C, r + 2C, ... Layers
 compute tokens apart, all but attention. There the ranks exchange tokens for heads, so that each has all tokens of some
 heads, computes the row's attention for these (any layout's: groups with a shared prompt, prefix trees, windows), and
 exchanges back:
@@ -61,7 +61,7 @@ class ContextGroup:
 
 
 class Ulysses:
-    """The layout of a row whose tokens are dealt out to a group of ranks: attention by heads.
+    """The layout of a row whose tokens are distributed to a group of ranks: attention by heads.
 
     Args:
         row: the layout of the whole row, of `length` tokens.
@@ -123,7 +123,8 @@ def _all_to_all(x: Tensor, group: Any) -> Tensor:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over a group's ranks, from which all of them compute the same: its gradient is each summand's."""
+    """Sums a tensor over a group's ranks, from which all of them compute the same; the sum's gradient is the gradient
+    of each summand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -14,18 +14,18 @@ COUNTERS, SHARDS = "learner.json", "shards"  # what a checkpoint's directory hol
 
 
 def counters_of(learner: Learner) -> dict[str, Any]:
-    """Return what of it goes through JSON."""
+    """Return its counters, as values for JSON."""
     counters = {"steps": learner.steps, "refused_steps": learner.refused_steps, **learner.reference.counters()}
     return {**counters, "shuffle": learner.shuffle.getstate()}
 
 
 def restore_counters(learner: Learner, counters: Mapping[str, Any]) -> None:
-    """Inverse of `counters_of`, but for the reference's."""
+    """Restore the values of `counters_of`, except the reference's."""
     learner.steps, learner.refused_steps = counters["steps"], counters["refused_steps"]
     version, state, gauss = counters["shuffle"]
     learner.shuffle.setstate((version, tuple(state), gauss))
 
 
 def read_counters(directory: Path) -> dict[str, Any]:
-    """Return what `counters_of` was when it was saved there."""
+    """Return the counters of `counters_of` that were saved there."""
     return json.loads((directory / COUNTERS).read_text())

@@ -195,7 +195,7 @@ class DataParallel(SingleProcess):
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Adjacent parameters of one type, up to `BUCKET` values."""
+    """Yield buckets of adjacent parameters of one type, up to `BUCKET` values."""
     bucket: list[Tensor] = []
     for parameter in parameters:
         if bucket and (bucket[0].dtype != parameter.dtype or sum(map(Tensor.numel, [*bucket, parameter])) > BUCKET):

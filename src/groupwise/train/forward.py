@@ -13,7 +13,7 @@ Forward keeps h, logsumexp and entropy, N numbers each; backward computes the ti
 so a [N, V] tensor exists for one tile at a time only. (The idea: Liger kernel, arXiv 2410.10989.) Where several tokens
 are asked for in one place (soft targets), their gradients add up: sum_k g_k (onehot(k) - p).
 
-All tokens but the K soft targets are one outcome more, whose log-probability is a logsumexp of its own. As 1 - the sum
+All tokens but the K soft targets are one outcome more, whose log-probability is a separate logsumexp. As 1 - the sum
 of theirs it would be a difference of nearly equal numbers where the policy is sure of itself: float32 knows it to 1e-7.
 
     rest = log sum_{v not in K} exp z_v - logsumexp(z)        d rest / dz_v = [v not in K] p_v / exp(rest) - p_v
@@ -170,15 +170,15 @@ def fused_logprobs(
     logprob_NK, entropy_N = _FusedHead.apply(  # type: ignore[misc]
         hidden_NH, head.weight_VH, head.bias_V, head, target_NK, temperature, kept, rest
     )
-    # FSDP asks for tensors that are no views of others
+    # FSDP needs tensors that are not views of others
     return logprob_NK[:, 0].clone() if target_N.ndim == 1 else logprob_NK, entropy_N
 
 
 def _logprobs(
     hidden_NH: Tensor, model: PreTrainedModel, batch: MicroBatch, temperature: float, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropy of the loss tokens, or of those that are this process's `own`, and of their
-    soft targets where there are any. In an image's places, which nobody says, they are those of token 0."""
+    """Return log-probabilities and entropy of the loss tokens, or of the tokens `own` of this process, and of their
+    soft targets if there are any. For an image's tokens, which are never sampled, they are those of token 0."""
     id_NK, _ = batch.soft_targets
     taught, target_N = id_NK.shape[1] > 0, batch.target_N
     if vision_of(model) is not None:
@@ -218,7 +218,7 @@ def packed_logprobs(
 def logprobs_of_hidden(
     hidden_SH: Tensor, model: PreTrainedModel, batch: MicroBatch, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what `packed_logprobs` returns, given the last hidden states of a micro-batch's packed row."""
+    """Return `packed_logprobs`' result from the last hidden states of a micro-batch's packed row."""
     return _logprobs(hidden_SH.index_select(0, batch.source_N), model, batch, temperature)
 
 

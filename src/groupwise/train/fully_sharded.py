@@ -253,8 +253,8 @@ class FullySharded(DataParallel):
             )
 
     def gather_weights(self, learner: Learner) -> None:
-        """Copy what is trained into the base of rank 0, where that has one: an engine of this process samples with it,
-        else nobody reads it, and files are written by `save_adapter`."""
+        """Copy the trained weights into the base of rank 0, with which an engine of its process samples. Without a base
+        there, do nothing: no engine reads the weights, and `save_adapter` writes the files."""
         if not self.sharded or not self.ranks.spread(_is_there(learner.base.model), phase="gathering weights"):
             return
         whole = dict(learner.base.model.named_parameters())

@@ -20,7 +20,7 @@ from groupwise.model.checkpoint_tensors import as_saved, layers_of
 from groupwise.model.load import hash_of, probe
 from groupwise.train.ranks import Ranks
 
-WRITTEN_AT_ONCE = 1 << 28  # bytes, in a file of their own; or a layer's, where that has more
+WRITTEN_AT_ONCE = 1 << 28  # bytes, in their own file; or a layer's, where that has more
 
 
 def whole_of(tensor: Tensor) -> Tensor:

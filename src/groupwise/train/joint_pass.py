@@ -1,17 +1,16 @@
 """One forward and one backward over a base model for micro-batches of several learners, each with its own adapter.
 
-The rows of all micro-batches stand one after another in one packed row. What a layer does to each token by itself
-(norms, rotary positions, gates, sums) is done to all at once, which is what is saved: a small micro-batch costs as much
-in starting operations as in computing. What adds up over tokens or dimensions is computed for each learner by itself,
-in the shapes that it has alone:
+The rows of all micro-batches are one packed row. Operations on single tokens (norms, rotary positions, gates, sums) run
+on all tokens at once, which saves time: for a small micro-batch, starting operations costs as much as computing them.
+Sums over tokens or dimensions are computed for each learner separately, in the shapes that it has alone:
 
     products      of its rows with the base's weights and its own A and B, of whatever rank, scale and targets
     attention     of its prompts and completions (`model.joint_layout`)
     LM head       at its loss tokens, at its temperature, over what its sampler kept
-    loss          its own, of which nobody else hears
+    loss          its own
 
-So nothing of a learner's sums depends on who else is there, and its log-probabilities, its loss and its gradient have
-the bytes that they have alone. What is not finite stays in its own rows; a loss that raises is left out, and so is its
+So a learner's sums do not depend on the other learners, and its log-probabilities, its loss and its gradient have the
+same bytes as alone. Values that are not finite stay in their own rows; a loss that raises is left out, and so is its
 gradient.
 
 Shapes: S packed tokens of all, N loss tokens of one.
@@ -41,8 +40,8 @@ ALIGNMENT = 64  # bytes: of a tensor's first value, as torch allocates it
 
 @dataclass(frozen=True, eq=False)
 class Seat:
-    """A learner's micro-batch in a joint pass: its module tree over the base, and, unless the log-probabilities are all
-    that is wanted, its loss and the parameters whose gradients it gets."""
+    """Holds a learner's micro-batch in a joint pass: its module tree over the base, and, unless only log-probabilities
+    are needed, its loss and the parameters whose gradients it gets."""
 
     model: PreTrainedModel
     batch: MicroBatch
@@ -56,7 +55,7 @@ class Seat:
 
 
 def joint_logprobs(seats: Sequence[Seat]) -> list[tuple[Tensor, Tensor]]:
-    """Return what `packed_logprobs` returns of each seat."""
+    """Return `packed_logprobs`' result for each seat."""
     sizes = [seat.tokens for seat in seats]
     layouts: list[Layout] = []
     for seat in seats:
@@ -162,7 +161,7 @@ class _JointProjection(torch.autograd.Function):
 
 
 def _aligned(rows: Tensor, *, copied: bool = True) -> Tensor:
-    """Return rows that begin where a tensor of their own begins, at a multiple of 64 bytes, as products may depend on
+    """Return rows that begin where their own tensor begins, at a multiple of 64 bytes, as products may depend on
     that: themselves, or others with their values (`copied`) or none yet."""
     if rows.data_ptr() % ALIGNMENT == 0:
         return rows

@@ -1,6 +1,6 @@
 """Tries whether joint passes over a base model compute the same bytes as its learners alone, before the first of them.
 
-Whether they do depends on how this processor's library multiplies: a product of so many rows and columns must be the
+Whether they do depends on how this processor's library multiplies: a product of this many rows and columns must be the
 same sum wherever its rows lie in memory, and the products of a batch the same whatever their number. The trial compares
 both ways on the machine that trains, with adapters of two ranks over micro-batches of equal and of other shapes,
 forward and backward.
@@ -27,7 +27,7 @@ RANKS = (4, 16, 4)
 
 
 def why_not_as_alone(base: LoadedModel) -> str | None:
-    """Return what differs in a joint pass from the same alone; None where nothing does."""
+    """Return the differences between a joint pass and the same passes alone; None without any."""
     seats = [_seat(base, number) for number in range(len(SHAPES))]
     with torch.no_grad():
         together, alone = joint_logprobs(seats), [packed_logprobs(seat.model, seat.batch) for seat in seats]

@@ -1,10 +1,10 @@
-"""Micro-batches side by side, each in a thread of its own with one of torch's; their results in order.
+"""Runs micro-batches in parallel, each in its own thread with one of torch's threads, and returns their results in
+order.
 
-An operation on a micro-batch of a small model takes a millisecond or less. Shared out over threads, each of the
-thousands in a pass ends in a barrier, at which the helping threads of OpenMP soon fall asleep wherever the process
-has more of them than cores, as with an engine beside the trainer. Micro-batches that run beside each other need no
-barriers (docs/performance.md has what it brings). torch lets go of Python's lock while it computes, so that is none
-either.
+An operation on a micro-batch of a small model takes a millisecond or less. If it is spread over threads, each of the
+thousands in a pass ends in a barrier, at which OpenMP's helping threads soon fall asleep if the process has more of
+them than cores, as with an engine next to the trainer. Micro-batches that run in parallel need no barriers
+(docs/performance.md has the gain). torch releases Python's lock while it computes, so the lock does not serialise them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 def is_light(weights: int) -> bool:
-    """Return whether a model of so many bytes of weights is small: a GPU's compiled kernels do not pay for it."""
+    """Return whether a model of this many bytes of weights is small: a GPU's compiled kernels do not pay for it."""
     return weights <= LANE_BYTES
 
 
@@ -61,7 +61,7 @@ class ThreadedMicroBatches:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """So many of torch's for the calling thread, until the end of the block."""
+    """Give the calling thread so many of torch's threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -106,11 +106,11 @@ class Learner:
         gradient_checkpointing: compute a layer's activations again in the backward pass; `offload`: and keep its input
             in the CPU's memory until then.
         autocast: run the forward in this type over float32 weights (mixed precision); None: in the weights' own.
-        reference: what KLs are measured against.
-        seed: of the adapter's random half, of dropout and of the minibatch shuffle.
-        threads: of torch, to train with; None: as many as torch has here.
+        reference: the policy against which KLs are measured.
+        seed: the seed of the adapter's random half, of dropout and of the minibatch shuffle.
+        threads: torch's threads for training; None: torch's own number.
         router_replay: whether routers choose the experts of `Sample.routed_experts`, where there are any.
-        strategy: who computes: this process alone, or several that train together (`data_parallel.py`).
+        strategy: trains in this process alone, or in several processes together (`data_parallel.py`).
 
     Raises:
         ConfigError: the adapter does not fit the model, or all parameters are to be trained in 16 bits.
@@ -190,8 +190,8 @@ class Learner:
 
     @property
     def computes_alone(self) -> bool:
-        """Return whether a micro-batch has one of torch's threads, so that others, also another learner's, run beside
-        it."""
+        """Return whether a micro-batch has one of torch's threads, so that others, also another learner's, run at the
+        same time."""
         return self._lanes.most > 1
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
@@ -429,13 +429,13 @@ class Learner:
 
     @verb
     def gather_weights(self) -> None:
-        """Full-parameter training: `base` has the trained weights, after this. In one process they are the same
+        """Copy the trained weights into `base`, in full-parameter training. In one process they are the same
         tensors."""
         self.strategy.gather_weights(self)
 
     @verb
     def end_batch(self) -> None:
-        """After the last optimizer step on a rollout batch: the reference follows."""
+        """Update the reference, after the last optimizer step on a rollout batch."""
         self.reference.after_step()
 
     # -- one rollout batch --------------------------------------------------------------------------------------------
@@ -524,17 +524,17 @@ class Learner:
             save_lora(self.model, self.lora, directory, base_name=self.base.name)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write what a model's directory has besides: the tokenizer, and how images are prepared."""
+        """Write the other files of a model's directory: the tokenizer, and the processor of images."""
         self.base.tokenizer.save_pretrained(directory)
         if (vision := vision_of(self.model)) is not None:
             vision.save(Path(directory))
 
     def save(self, directory: Path) -> None:
-        """Write what `load` needs to go on exactly: policy, reference, the optimizer's moments, counters."""
+        """Write what `load` needs to continue exactly: policy, reference, the optimizer's moments, counters."""
         self.strategy.save(self, directory)
 
     def load(self, directory: Path) -> None:
-        """Inverse of `save`, on a learner made with the same arguments (`load_state`)."""
+        """Load the files of `save`, on a learner made with the same arguments (`load_state`)."""
         self.strategy.load(self, directory)
 
     def load_adapter(self, directory: Path, *, alpha_field: str = "train.lora.alpha") -> None:
@@ -655,8 +655,8 @@ class Learner:
         on_logprobs: Listener | None = None,
         pairs: bool = False,
     ) -> Metrics:
-        """Forward and backward of this process's share of the samples; the metrics are those of all. `term` makes the
-        loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read;
+        """Run forward and backward on this process's share of the samples; the metrics are those of all. `term` makes
+        the loss of a micro-batch, whose rows are those of `samples`, given the reference's logprobs if they are read;
         `share` is the micro-batch's of the whole, as the loss is reduced and of the loss tokens: what an auxiliary loss
         of routers and its metric are multiplied by. With `pairs`, samples stand in twos, which stay together."""
         mine = self.strategy.share(samples, pairs=pairs)

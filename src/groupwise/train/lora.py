@@ -183,7 +183,7 @@ class ParameterLora(nn.Module):
 
     @property
     def inner(self) -> nn.Module:
-        """The model's own module."""
+        """Return the model's own module."""
         return self.base_layer.inner if isinstance(self.base_layer, ParameterLora) else self.base_layer
 
     def enable_adapters(self, enabled: bool) -> None:
@@ -249,7 +249,7 @@ def _wrap_parameter(model: nn.Module, name: str, spec: LoraSpec) -> None:
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: the model is the base, which is the reference policy of an adapter."""
+    """Turn the adapter off during the block: the model is then the base, the reference policy of an adapter."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | ParameterLora)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -410,7 +410,7 @@ def term_of(module: Any, x: Tensor) -> Term | None:
 
 
 def _matrix(base: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> Tensor:
-    """W [out, in]; of a quantised layer a new tensor."""
+    """Return W [out, in]; for a quantised layer a new tensor."""
     return base.dequantized(dtype) if isinstance(base, QuantizedLinear) else base.weight
 
 

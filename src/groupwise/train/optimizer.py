@@ -58,14 +58,14 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) 
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return what the optimizer keeps of a parameter, on the CPU; nothing before its first step. The levels of 8 bits
-    are the same always."""
+    """Return the optimizer's state of a parameter, on the CPU; empty before its first step. The levels of 8 bits are
+    always the same."""
     state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not key.startswith(_LEVELS)}
     return {key: torch.as_tensor(value).detach().cpu().contiguous() for key, value in state.items()}
 
 
 def set_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
-    """Inverse of `moments_of`. Raises TrainingError if another kind of optimizer kept them."""
+    """Set the moments from `moments_of`. Raises TrainingError if another kind of optimizer kept them."""
     if not saved:
         optimizer.state.pop(parameter, None)
         return

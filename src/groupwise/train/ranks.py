@@ -1,15 +1,14 @@
 """The processes of a run that train together (torch.distributed), and what they do with each other.
 
-    join          meet the others where torchrun says; sets up two groups
+    join          meets the other processes at torchrun's address, and sets up two groups
     Ranks.sum     a tensor, added up over all ranks        on the devices: NCCL, or gloo on CPUs
     Ranks.gather  an object of every rank, at every rank   always gloo
     Ranks.send_order, next_order                           rank 0 tells the others what to do next
-    Ranks.own_line                                         a store for threads beside them
+    Ranks.own_line                                         a separate store for other threads
 
-Nothing waits for ever. Everybody first passes a barrier that has a deadline, so that what is missing is a rank with a
-number and not a hang inside a collective: RankLostError says which rank did not come to which phase, and how long that
-was waited for.
-Between orders rank 0 may sample for as long as it likes: the others look whether its heart beats.
+No wait is endless. Every rank first passes a barrier with a deadline, so that a missing rank is reported by its number
+instead of a hang inside a collective: RankLostError says which rank did not reach which phase, and how long the others
+waited. Between orders rank 0 may sample for any time: the other ranks check its heartbeat.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Ranks:
     """This process among the others. Made by `join`; `close` it.
 
     Args:
-        store: where orders are announced and the heart of rank 0 beats.
+        store: the store for orders and for rank 0's heartbeat.
         deadline_s: seconds that every rank has to come to a phase.
     """
 
@@ -110,7 +109,7 @@ class Ranks:
 
     @contextmanager
     def together(self, phase: str) -> Iterator[None]:
-        """Context manager: all ranks are here, and what fails because one goes away says so."""
+        """Wait for all ranks, and name a lost rank in an error inside the block."""
         with self.named(phase):
             self._phases += 1
             self._store.set(f"phase/{self.rank}", str(self._phases))
@@ -119,7 +118,7 @@ class Ranks:
 
     @contextmanager
     def named(self, phase: str) -> Iterator[None]:
-        """Context manager: what fails because another rank is gone is a RankLostError; other errors pass through."""
+        """Raise RankLostError in place of an error that a lost rank caused; other errors pass through."""
         started = time.monotonic()
         try:
             yield
@@ -129,7 +128,7 @@ class Ranks:
             raise self._lost(phase, error, time.monotonic() - started) from error
 
     def own_line(self, name: str) -> Store:
-        """Return a part of the store where the ranks met, over a connection of its own: a connection answers one
+        """Return a part of the store where the ranks met, over its own connection: a connection answers one
         question at a time, and a thread is not to wait behind a rank that waits for another. Raises RankLostError."""
         with self.named(name):
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -156,11 +155,11 @@ class Ranks:
 
     def _beat(self) -> None:
         while not self._ended.wait(min(MOST_BEAT_S, self.deadline_s / 4)):
-            with suppress(RuntimeError):  # a store that is gone is found out by whoever waits
+            with suppress(RuntimeError):  # a rank that waits notices that the store is gone
                 self._store.add("beat", 1)
 
     def _await(self, key: str) -> None:
-        """Until the store has the key. Raises DistError where rank 0's heart stands still, or the store is gone."""
+        """Wait until the store has the key. Raises DistError if rank 0's heartbeat stops, or the store is gone."""
         watch = _Watch(self._store, key)
         while not watch.over.wait(self.deadline_s / 8):
             if time.monotonic() - watch.alive_at > self.deadline_s:
@@ -187,7 +186,7 @@ class Ranks:
 
 
 class _Watch:
-    """Looks for a key and for heartbeats in a thread of its own: a store whose process stands still answers never."""
+    """Looks for a key and for heartbeats in its own thread: a store whose process stands still answers never."""
 
     def __init__(self, store: Store, key: str):
         self.over, self.alive_at = threading.Event(), time.monotonic()

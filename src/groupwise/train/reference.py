@@ -96,7 +96,7 @@ class Reference:
 
     @contextmanager
     def active(self) -> Iterator[PreTrainedModel]:
-        """Context manager: the model that computes the reference, without dropout. No backward pass may run inside.
+        """Yield the model that computes the reference, without dropout. No backward pass may run inside the block.
 
         Raises:
             TrainingError: `begin` has not been called.
@@ -127,17 +127,17 @@ class Reference:
     # -- saving: `base` is what the learner is made with, and is not saved ---------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `load` needs, on the CPU."""
+        """Return the tensors for `load`, on the CPU."""
         saved = [] if self.spec.kind == "base" else self._tensors
         return {f"{_KEY}{i}": tensor.detach().cpu().contiguous() for i, tensor in enumerate(saved)}
 
     def counters(self) -> dict[str, int]:
-        """Return what `load` needs besides."""
+        """Return the other values for `load`."""
         return {"reference_steps": self.steps}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Inverse of `tensors` and `counters`.
+        """Load the values of `tensors` and `counters`.
 
         Raises:
             TrainingError: another kind of reference was saved.

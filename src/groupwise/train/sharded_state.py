@@ -3,7 +3,7 @@
     <checkpoint>/shards/.metadata, __<rank>_<i>.distcp    the tensors of `state_of`, under the same names
     <checkpoint>/learner.json                             counters, as there
 
-Each rank writes its own parts and reads those that its new parts overlap, so that a run goes on with another number
+Each rank writes its own parts and reads those that its new parts overlap, so that a run continues with another number
 of ranks, or with one that is not sharded at all; and from a whole checkpoint each rank takes its parts. The directory
 must be one that all ranks see (shared storage).
 """

@@ -1,4 +1,4 @@
-"""Saves a learner's state to disk and restores it, so that another learner goes on exactly where this one stood.
+"""Saves a learner's state to disk and restores it, so that another learner continues exactly where this one stood.
 
 learner.safetensors   parameter.<i>                            what is trained, in the order of `Learner.parameters`
                       exp_avg.<i>, exp_avg_sq.<i>, step.<i>    AdamW's moments of it (bitsandbytes' in 8 bits: state1,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything that `restore` needs: tensors on the CPU, and what goes through JSON."""
+    """Return everything that `restore` needs: tensors on the CPU, and values for JSON."""
     tensors = {f"parameter.{i}": p.detach().cpu().contiguous() for i, p in enumerate(learner.parameters)}
     for i, parameter in enumerate(learner.parameters):
         for key, value in moments_of(learner.optimizer, parameter).items():
@@ -38,7 +38,8 @@ def state_of(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore(learner: Learner, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-    """Inverse of `state_of`, on a learner made with the same arguments, its reference kept if that one's was.
+    """Restore a state of `state_of`, on a learner made with the same arguments; keep its reference if the state kept
+    one.
 
     Raises:
         TrainingError: another kind of reference was saved.
@@ -65,7 +66,7 @@ def save_state(learner: Learner, directory: Path) -> None:
 
 
 def load_state(learner: Learner, directory: Path) -> None:
-    """Inverse of `save_state`, and of `save_shards`. Raises as `restore`."""
+    """Load a state of `save_state` or `save_shards`. Raises as `restore`."""
     if is_sharded(directory):
         from groupwise.train.sharded_state import load_shards
 

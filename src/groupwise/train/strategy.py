@@ -50,17 +50,17 @@ def verb(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class SingleProcess:
-    """One process has all weights and computes everything. Also what other strategies do unless they say otherwise."""
+    """Trains in one process, which has all weights. Other strategies inherit its methods unless they override them."""
 
     sharded = False  # whether what is trained is cut into parts
     runs_side_by_side = True  # whether micro-batches of a small model may run in several threads
 
     def device(self, base: LoadedModel) -> torch.device:
-        """Return where the learner computes."""
+        """Return the device on which the learner computes."""
         return base.device
 
     def tree(self, base: LoadedModel, *, all_parameters: bool) -> tuple[LoadedModel, PreTrainedModel]:
-        """Return the model that is trained, and `base` with what was found out about it on the way."""
+        """Return `base`, with whatever this strategy found out about it, and the model that is trained."""
         return base, share_weights(base.model)
 
     def tried(self, model: PreTrainedModel, why_not: Callable[[], str | None]) -> str | None:
@@ -69,7 +69,7 @@ class SingleProcess:
         return why_not()
 
     def agreed(self, why: str | None) -> str | None:
-        """Return, amid a trial, what is wrong at any of the processes that must go on together."""
+        """Return, amid a trial, what is wrong at any of the processes that must continue together."""
         return why
 
     def with_weights(self, model: PreTrainedModel, trial: Callable[[], T]) -> T:
@@ -85,7 +85,7 @@ class SingleProcess:
         """Cut the model into parts, before anything holds its parameters."""
 
     def announced(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Context manager: a verb is being done; the other processes have been told to do it, too."""
+        """Announce a verb to the other processes, which then do it, too, during the block."""
         return nullcontext()
 
     # -- a batch -------------------------------------------------------------------------------------------------------
@@ -112,17 +112,17 @@ class SingleProcess:
         return x
 
     def dropout_number(self, micro_batch: int) -> int:
-        """Return what dropout of this process's micro-batch depends on, another for each process."""
+        """Return the number on which dropout in this process's micro-batch depends, different in each process."""
         return micro_batch
 
     # -- forward, backward, step ---------------------------------------------------------------------------------------
 
     def forward_only(self) -> AbstractContextManager[None]:
-        """Around forward passes without a graph."""
+        """Return the context for forward passes without a graph."""
         return nullcontext()
 
     def forward_and_backward(self) -> AbstractContextManager[None]:
-        """Around forward passes with a graph, and their backward passes."""
+        """Return the context for forward passes with a graph, and their backward passes."""
         return nullcontext()
 
     def logprobs(
@@ -132,7 +132,7 @@ class SingleProcess:
         return (packed_logprobs if packed else plain_logprobs)(model, batch, temperature=temperature)
 
     def turn(self) -> AbstractContextManager[object]:
-        """Context manager: wait for a processor on which this learner computes a micro-batch by itself, and take it."""
+        """Wait for a processor on which this learner computes a micro-batch alone, and hold it for the block."""
         return nullcontext()
 
     def passed(self, learner: Learner, batch: MicroBatch, temperature: float, token_loss: TokenLoss) -> Passed | None:
@@ -149,28 +149,28 @@ class SingleProcess:
         """Raise ConfigError where no copy of the model can be kept."""
 
     def gather_weights(self, learner: Learner) -> None:
-        """Full-parameter training: `learner.base` has the trained weights, after this."""
+        """Copy the trained weights into `learner.base`, in full-parameter training."""
 
     def stream_weights(self, learner: Learner, take: TakeTensor | None) -> None:
-        """`Learner.stream_weights`."""
+        """Do `Learner.stream_weights`."""
         if take is not None:
             for name, tensor in checkpoint_tensors(learner.model):
                 take(name, tensor)
 
     def save_adapter(self, learner: Learner, directory: Path) -> None:
-        """`Learner.save_adapter`."""
+        """Do `Learner.save_adapter`."""
         learner.write_adapter(directory)
 
     def save(self, learner: Learner, directory: Path) -> None:
-        """`Learner.save`."""
+        """Do `Learner.save`."""
         save_state(learner, directory)
 
     def load(self, learner: Learner, directory: Path) -> None:
-        """`Learner.load`."""
+        """Do `Learner.load`."""
         load_state(learner, directory)
 
     def after_load_adapter(self, learner: Learner) -> None:
-        """This process has read an adapter: the others get it, where only this one did."""
+        """Give an adapter that only this process has read to the others."""
 
     def check_alike(self, learner: Learner) -> None:
         """Raise ConfigError where processes have different models or versions."""

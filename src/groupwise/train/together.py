@@ -1,4 +1,4 @@
-"""Joins learners of one base model, each in a thread of its own, to compute their micro-batches together.
+"""Joins learners of one base model, each in its own thread, to compute their micro-batches together.
 
     place = JointPasses(at_once=2)              one for the base model
     Learner(base, strategy=Joined(place))       for each of the learners
@@ -83,7 +83,7 @@ class JointPasses:
     """Computes what waits, `at_once` passes at a time: as many as the process has processors.
 
     Attributes:
-        counts: of the passes so far.
+        counts: counts of the passes so far.
         turns: taken by a thread for each pass, for each micro-batch that a learner computes by itself, and by
             the engines of the same runs for each decoding step.
         why_not: why its learners compute alone: what a trial found to be different on this processor, if anything.
@@ -97,8 +97,8 @@ class JointPasses:
         self._tried: list[str] = []  # models, by their hashes
         self._trying = threading.Lock()
         self._waiting: list[_Waiting[Any]] = []
-        self._tickets = 0  # that were given to who waits, in the order in which they came
-        self._halting: list[int] = []  # tickets of those that wait to compute with no pass beside them
+        self._tickets = 0  # given to waiting callers, in the order in which they came
+        self._halting: list[int] = []  # tickets of callers that wait to compute while no pass runs
         self._halted = False  # one of them does
         self._running = 0  # seats in passes
         self._coming: dict[int, float] = {}  # learners (by their models) that were in a pass just now -> until when
@@ -126,7 +126,7 @@ class JointPasses:
 
     @contextmanager
     def halted(self) -> Iterator[None]:
-        """Context manager: no pass is computed meanwhile, and nobody else is in here."""
+        """Keep passes and all other `halted` blocks from running during the block."""
         with self._changed:
             mine = self._ticket()
             self._halting.append(mine)

@@ -78,7 +78,7 @@ class TrainingBatch:
         demonstrations: Sequence[Sample] = (),
         coefficient: float = 1.0,
     ) -> TrainingBatch:
-        """Return the samples in `passes` times `minibatches` steps; of each pass in an order of its own, drawn here. So
+        """Return the samples in `passes` times `minibatches` steps; of each pass in its own order, drawn here. So
         are the demonstrations; where there are fewer of the one than steps, the last steps have none of it."""
         rows = [list(_minibatches(samples, minibatches, shuffle=shuffle)) for _ in range(passes)]
         if not demonstrations:
@@ -97,12 +97,12 @@ class TrainingBatch:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps."""
+        """Return the number of optimizer steps."""
         return len(self.step_rows)
 
     @cached_property
     def step_rows(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-        """Rows of each optimizer step: of the samples, and of the demonstrations."""
+        """Return the rows of each optimizer step: of the samples, and of the demonstrations."""
         return list(zip_longest(chain.from_iterable(self.passes), chain.from_iterable(self.shown), fillvalue=()))
 
     def step_samples(self, step: int) -> list[Sample]:
@@ -192,7 +192,7 @@ def unmasked(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def of_tokens(batch: MicroBatch, tokens: int) -> tuple[float, float]:
-    """Return a micro-batch's share of a batch of so many loss tokens, where the loss is a mean over them."""
+    """Return a micro-batch's share of a batch of this many loss tokens, where the loss is a mean over them."""
     return len(batch.target_N) / tokens, len(batch.target_N) / tokens
 
 

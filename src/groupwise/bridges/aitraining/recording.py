@@ -63,7 +63,7 @@ class LimitReached(EnvError):
 
 
 class PolicyClosedError(EnvError):
-    """The episode is over; whoever still asks has been given up."""
+    """The episode is over: a caller that still samples was given up before."""
 
 
 def _over() -> PolicyClosedError:
@@ -89,13 +89,15 @@ class Origin:
 
 
 class RecordingPolicy:
-    """One episode's policy. `turns` are what it was asked and answered, the first one given.
+    """Plays one episode's policy for code that calls `generate`, and records every prompt and its completion in
+    `turns`. The first turn is given, not sampled.
 
     Args:
         asked: the episode's prompt, with its ids.
-        first: the completion of it.
+        first: the completion of this prompt.
         params: how the mode samples (greedy in a greedy evaluation).
-        seed: the group's; `number` is the episode's in it.
+        seed: the group's seed.
+        number: the episode's number in the group.
     """
 
     def __init__(
@@ -131,8 +133,8 @@ class RecordingPolicy:
         """Generate as transformers' `generate` does: ids [rows, prompt] -> ids [rows, prompt + new], padded on the
         right.
 
-        Raises EnvError for what the engine cannot do and for ids that are no prompt, LimitReached, and what the engine
-        raises.
+        Raises EnvError for what the engine cannot do and for ids that are not a prompt, LimitReached, and what the
+        engine raises.
         """
         ids = options.pop("input_ids", None) if inputs is None else inputs
         if isinstance(ids, Mapping):  # the tokenizer's whole answer
@@ -189,13 +191,13 @@ class RecordingPolicy:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Each conversation's turns in order, that of the first turn first."""
+        """Return each conversation's turns in order; the conversation of the first turn comes first."""
         with self._lock:
             return tuple(turn for line in self._lines for turn in line)
 
     @property
     def forks(self) -> int:
-        """Turns that did not go on from an earlier one."""
+        """Turns that did not continue from an earlier one."""
         with self._lock:
             return len(self._lines) - 1
 
@@ -205,7 +207,7 @@ class RecordingPolicy:
         return self._asking.waiting
 
     def close(self) -> None:
-        """Nothing is answered or recorded any more, and what is under way is given up."""
+        """Stop answering and recording, and give up requests under way."""
         self._asking.close()
 
     # -- what model code looks at --------------------------------------------------------------------------------------
@@ -235,15 +237,15 @@ class RecordingPolicy:
         return False
 
     def eval(self) -> RecordingPolicy:
-        """Nothing: dropout is off."""
+        """Do nothing: dropout is off."""
         return self
 
     def train(self, mode: bool = True) -> RecordingPolicy:
-        """Nothing: dropout stays off."""
+        """Do nothing: dropout stays off."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> RecordingPolicy:
-        """Nothing: the model stays where it is."""
+        """Do nothing: the model stays on its device."""
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
@@ -345,7 +347,7 @@ class RecordingPolicy:
         return turns
 
     def _line_of(self, prompt_ids: tuple[int, ...]) -> list[Turn]:
-        """Return the conversation that the prompt goes on from: that with the most in common; else a new one."""
+        """Return the conversation that the prompt continues from: that with the most in common; else a new one."""
         best, most = None, 0
         for line in self._lines:
             seen = line[-1].prompt_ids + line[-1].completion.token_ids
@@ -357,7 +359,8 @@ class RecordingPolicy:
         return best
 
     def _encode(self, messages: list[Message], tools: tuple[dict[str, Any], ...]) -> tuple[int, ...]:
-        """Return the prompt's ids: those of the longest conversation that it goes on from and a bridge, or all anew."""
+        """Return the prompt's ids: the ids of the longest conversation that the prompt continues, and a bridge. Without
+        such a conversation, encode the whole prompt."""
         tokenizer = self._origin.tokenizer
         with self._lock:
             said = sorted(self._said, key=lambda each: -len(each[0]))
@@ -384,7 +387,7 @@ class RecordingPolicy:
 
 
 def _matrix(ids: Any) -> Tensor:
-    """Token ids [rows, tokens]. Raises EnvError."""
+    """Return token ids [rows, tokens]. Raises EnvError."""
     import torch
 
     try:

@@ -103,7 +103,7 @@ class LegacyEnv:
     def score(self, instance: Any, *, model: Any, completion: Any, case: Any) -> float | None:
         """Run `score_episode`; None is what it may say where there is nothing to score.
 
-        Raises what the method raises, EnvError for what is no number.
+        Raises the method's errors, and EnvError for a result that is not a number.
         """
         given = dict(zip(SCORED_WITH, (model, self.tokenizer, completion, case), strict=True))
         value = _finished(instance.score_episode(**given))

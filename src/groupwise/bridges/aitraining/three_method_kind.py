@@ -34,7 +34,8 @@ class ThreeMethods(EnvKind):
 
     @cached_property
     def env(self) -> LegacyEnv:
-        """The environment, with the model's tokenizer, by which it makes its dataset. Raises ConfigError, EnvError."""
+        """Return the environment, made with the model's tokenizer, which its dataset needs. Raises ConfigError,
+        EnvError."""
         from groupwise.model.load import load_tokenizer
 
         return LegacyEnv(self._factory, self._config, load_tokenizer(self._model))

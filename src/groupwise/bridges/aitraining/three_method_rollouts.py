@@ -4,7 +4,7 @@
                                                               model.generate, model.chat: more turns, recorded too
 
 The first turns of prompts that are begun together are admitted together, those of a group in one request. Episodes
-are scored at once, `env.concurrency` of them, each in a thread of its own, and what they ask of the policy meanwhile
+are scored at once, `env.concurrency` of them, each in its own thread, and what they ask of the policy meanwhile
 is decoded in the engine's one batch.
 
 An episode always ends in a rollout. What `score_episode` raises, or returns that is no number, and an episode that
@@ -63,7 +63,7 @@ class ThreeMethodRollouts:
     """Plays prompts in a `LegacyEnv`; a `RolloutSource`.
 
     Args:
-        run: how training samples; what an environment generates otherwise is not trained.
+        run: training's sampling parameters; text that an environment generates with others is not trained.
         note: is told once of each thing that is odd.
     """
 
@@ -124,7 +124,7 @@ class ThreeMethodRollouts:
         return [group(prompt, at) for at, prompt in enumerate(prompts)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds no resources."""
 
     async def _in_turn(self, prompt: Prompt, first: Completion, number: int, mode: _Mode) -> Rollout:
         async with self._slots.take(1):

@@ -32,7 +32,7 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 
 
 class Settings(dict[str, Any]):
-    """A transform's `cfg`: keys as attributes, None for what is not there."""
+    """Holds a transform's `cfg`: keys as attributes, None for a missing key."""
 
     def __getattr__(self, name: str) -> Any:
         value = self.get(name)
@@ -54,9 +54,9 @@ def rows(
 
     Args:
         datasets: the entries: `path`, and perhaps name, split, type, ds_type, data_files, revision.
-        folder: where paths and the modules of transforms are looked up first.
+        folder: the folder in which paths and the modules of transforms are looked up first.
         cfg: the Axolotl file that transforms get as their configuration, with `overrides`.
-        model: whose tokenizer they get.
+        model: the model whose tokenizer the transforms get.
         part: `test` is `held_out` rows (a share below 1, or a number) of an order fixed by `seed`, `train` are the
             others, None is all.
 

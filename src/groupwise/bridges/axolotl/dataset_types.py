@@ -98,7 +98,7 @@ NAMED_TEMPLATES = TEMPLATES | {"llama3": TEMPLATES["llama3"].replace("{{ m.conte
 
 
 class TypeNotHere(ValueError):
-    """A dataset's type is not read; the message says why, and what to write."""
+    """The dataset's type is not supported; the message says why, and what to write."""
 
 
 # ---- as sources of a run ----
@@ -139,7 +139,7 @@ def rows(
 
 
 def reader_of(kind: Kind, dataset: Mapping[str, Any]) -> Reader:
-    """Return what makes a row of ours of a row of an entry of `datasets`. Raises TypeNotHere, which says what to
+    """Return the converter of the rows of an entry of `datasets` to ours. Raises TypeNotHere, which says what to
     write."""
     return example_reader(dataset) if kind == "sft" else pair_reader(dataset)
 
@@ -148,7 +148,7 @@ def reader_of(kind: Kind, dataset: Mapping[str, Any]) -> Reader:
 
 
 def example_reader(dataset: Mapping[str, Any]) -> Reader:
-    """Return what makes a row of ours of a row of an SFT dataset. Raises TypeNotHere."""
+    """Return the converter of an SFT dataset's rows to ours. Raises TypeNotHere."""
     kind = dataset.get("type")
     if isinstance(kind, Mapping):
         return _own_format(kind)
@@ -284,7 +284,7 @@ def _fill(written: str, **values: Any) -> str:
 
 
 def pair_reader(dataset: Mapping[str, Any]) -> Reader:
-    """Return what makes a pair of ours of a row of a DPO dataset. Raises TypeNotHere."""
+    """Return the converter of a DPO dataset's rows to our pairs. Raises TypeNotHere."""
     kind = dataset.get("type")
     if isinstance(kind, Mapping):
         return _own_pairs(kind)

@@ -1,10 +1,10 @@
 """Reads an Axolotl file as a run's configuration: of GRPO here, of SFT and DPO in `supervised.py`.
 
-    rl: grpo | gdpo          datasets, transforms and reward modules beside the file, as there
+    rl: grpo | gdpo          datasets, transforms and reward modules next to the file, as in Axolotl
     trl: {...}               GRPO's arguments, and the asynchronous trainer's
 
-`keys.yaml` says of every key what becomes of it. Where Axolotl is known to do something else than it documents (keys
-that it drops, masks that do not mask), what it documents happens here, and it is said.
+`keys.yaml` says what becomes of every key. Where Axolotl is known to do something else than it documents (keys that it
+drops, masks that do not mask), Groupwise does what Axolotl documents, and says so.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def _sources(entries: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[st
 
 
 def _local(path: str, folder: Path) -> str | None:
-    """Return a path beside the configuration as it is, one in the working directory as a whole path; None if it is
-    neither."""
+    """Return a path that exists next to the configuration unchanged, a path that exists in the working directory as an
+    absolute path, and None for any other."""
     if (folder / path).exists():
         return path
     return str(Path(path).resolve()) if Path(path).exists() else None

@@ -60,7 +60,7 @@ ENDS = ("train_on_eos", "train_on_eot")  # of which turns the end is learned
 
 
 def kind_of(data: Mapping[str, Any]) -> Kind | None:
-    """Return what a file's rows are learned as; None for what is learned from rewards, or not here."""
+    """Return the kind (sft, dpo) of a file's training; None for training from rewards, or one that is not supported."""
     if data.get("rl") in ("dpo", "ipo"):
         return "dpo"
     return "sft" if data.get("rl") is None and not data.get("trl") else None

@@ -261,7 +261,7 @@ def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], flo
 
 
 def notes(config: Config) -> list[str]:
-    """Return what of the configuration means something else here, or nothing: a line for each reason."""
+    """Return the parts of the configuration that mean something else here, or nothing: a line for each reason."""
     said = []
     if config.base_model.startswith(SERVICE):
         model = model_of(config.base_model, config.deployment)
@@ -282,7 +282,7 @@ def _has_wandb() -> bool:
 
 
 def _tracking(wandb: WandBConfig | None) -> dict[str, Any]:
-    """Without the package the recipe goes on without it."""
+    """Without the package the recipe continues without it."""
     if wandb is None or not _tracked(wandb) or not _has_wandb():
         return {}
     named = {"wandb_entity": wandb.entity, "wandb_name": wandb.run_name}

@@ -6,7 +6,7 @@
                          policy_loss="dapo", deployment=DeployConfig(tokenizer_model="Qwen/Qwen3-0.6B"),
                          weight_sync=WeightSyncConfig(weight_sync_interval=4, dcp_save_interval=20)))
 
-What its fields mean here is in `bridges.cookbook.config`. The same script, started again, goes on from the newest
+What its fields mean here is in `bridges.cookbook.config`. The same script, started again, continues from the newest
 checkpoint in `log_path`.
 """
 

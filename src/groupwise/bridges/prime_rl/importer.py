@@ -103,7 +103,7 @@ class Source:
 
     @property
     def package(self) -> str:
-        """The last part of the id, without owner and version."""
+        """Return the last part of the id, without owner and version."""
         return self.id.rpartition("/")[2].partition("@")[0]
 
 
@@ -192,7 +192,7 @@ def _put_steps(t: Translation) -> None:
 
 
 def _put_batch(t: Translation, sources: list[Source]) -> None:
-    """Prompts and completions a step."""
+    """Set the prompts and completions of a step."""
     size, group, name = t["orchestrator.batch_size"], t["orchestrator.group_size"], "orchestrator.group_size"
     own = {source.said.get("group_size", group) for source in sources} or {group}
     if len(own) > 1:
@@ -281,7 +281,7 @@ def _put_max_tokens(t: Translation, own: Mapping[str, Any]) -> None:
 
 
 def _put_staleness(t: Translation) -> None:
-    """Sampling one step ahead of training, and completions that go on under newer weights."""
+    """Set how many steps sampling may run ahead of training, with newer weights continuing completions."""
     level, oldest = "orchestrator.max_async_level", "orchestrator.max_off_policy_steps"
     steps = min(t[level], t[oldest])
     if steps and not t.given("trainer.model.lora"):
@@ -293,7 +293,7 @@ def _put_staleness(t: Translation) -> None:
 
 
 def _put_run(t: Translation) -> None:
-    """Checkpoints, tracking, and going on with an earlier run."""
+    """Set checkpoints, tracking, and the resumption of an earlier run."""
     if t.given("ckpt", "ckpt.interval"):
         t.put("checkpoint.every", t["ckpt.interval"] or 0, "ckpt.interval" if t.given("ckpt.interval") else "ckpt")
     t.put("adapters.keep", t["ckpt.keep_last"], "ckpt.keep_last")

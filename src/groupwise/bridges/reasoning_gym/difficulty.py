@@ -52,7 +52,7 @@ class AdaptiveDifficulty(WrappedStream):
         return self._made(easiest, int(id.split("/")[1]))
 
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        """Learn from scored groups, each once and when it is fresh; one without any reward says nothing."""
+        """Learn from scored groups, each once and when it is fresh; a group without rewards is ignored."""
         for group in groups:
             task, level, _ = group.prompt.id.split("/")
             values = [r.reward if self._reward is None else r.rewards.get(self._reward) for r in group.rollouts]
@@ -62,7 +62,7 @@ class AdaptiveDifficulty(WrappedStream):
                 self._decide(task)
 
     def metrics(self) -> dict[str, float]:
-        """By task, the level (0 is the easiest) and the mean reward that decided last."""
+        """Return each task's level (0 is the easiest) and the mean reward of its last decision."""
         levels = {f"difficulty/{task}/level": float(level) for task, level in self._level.items()}
         return levels | {f"difficulty/{task}/rate": rate for task, rate in self._rate.items()}
 
@@ -78,7 +78,8 @@ class AdaptiveDifficulty(WrappedStream):
         return self._source.cursor | {"difficulty": state}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
-        """Continue where `cursor` was taken. Raises DataError for what is no cursor of these tasks and levels."""
+        """Continue where `cursor` was taken. Raises DataError for a value that is not a cursor of these tasks and
+        levels."""
         try:
             state = cursor["difficulty"]
             level = {str(task): int(each) for task, each in state["level"].items()}

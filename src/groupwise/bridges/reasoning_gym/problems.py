@@ -68,7 +68,7 @@ class Problems:
             counts[task] += 1
 
     def prompt(self, task: str, level: int, index: int) -> Prompt:
-        """Problem `index` of a task, at a level of its difficulty."""
+        """Return problem `index` of a task, at a level of its difficulty."""
         row = self._row(task, level, index)
         return to_prompt(row, id=problem_id(task, level, index), raw=self._config.raw, system=self._config.system)
 

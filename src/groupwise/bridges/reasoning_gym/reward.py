@@ -50,7 +50,7 @@ def score_answer(
 
 
 def answer_of(reply: str, *, tag: str = "answer", strict: bool = False) -> str | None:
-    """Return what a reply answers; None where it has no answer.
+    """Return a reply's answer; None if it has none.
 
     >>> answer_of("<think>2 + 2</think>It is <answer> 4 </answer>"), answer_of("4 "), answer_of("4", strict=True)
     ('4', '4', None)
@@ -63,12 +63,12 @@ def answer_of(reply: str, *, tag: str = "answer", strict: bool = False) -> str |
 
 
 class ReasoningGymEnv:
-    """One task as an environment of one turn: `env: {environment: "reasoning-gym:chain_sum"}`.
+    """Makes an environment of one turn from a generator: `env: {environment: "reasoning-gym:chain_sum"}`.
 
     Args:
-        task: the generator.
-        size: problems, of training and of evaluation.
-        parameters: the generator's.
+        task: the generator's name.
+        size: the number of problems in `cases`, and the number in `eval_cases`.
+        parameters: the generator's own parameters.
     """
 
     named_by = "task"  # the argument that is the name in `env.environment`

@@ -1,6 +1,6 @@
 """Keeps on disk what clients saved over the Tinker wire, found by tinker:// paths; it outlives sessions and processes.
 
-    tinker://<run>/weights/<name>            trainer and optimizer, to go on from
+    tinker://<run>/weights/<name>            trainer and optimizer, to continue from
     tinker://<run>/sampler_weights/<name>    a version in the server's adapter store, which chats can name too
     tinker://<run>/external_weights/<name>   the adapter as files, in PEFT's layout, to take away
 
@@ -48,8 +48,9 @@ class CheckpointNotFoundError(GroupwiseError, LookupError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint. `created` and `expires` are seconds since 1970; `lora` is its adapter's rank and targets;
-    `state` is the directory of one to go on from or to take away, `version` the adapter version of one for sampling."""
+    """Describes a saved checkpoint. `created` and `expires` are seconds since 1970; `lora` is its adapter's rank and
+    targets. A checkpoint for training or download has a directory, `state`; one for sampling has an adapter version,
+    `version`."""
 
     run: str
     kind: str
@@ -121,7 +122,7 @@ class TinkerCheckpoints:
         return self._place(run, kind, name) / uuid4().hex
 
     def directory(self, checkpoint: Checkpoint) -> Path:
-        """Return the files of one to go on from, or to take away."""
+        """Return the files of one to continue from, or to take away."""
         return self._place(checkpoint.run, checkpoint.kind, checkpoint.name) / str(checkpoint.state)
 
     def record(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -159,7 +160,7 @@ class TinkerCheckpoints:
         return found
 
     def find_state(self, path: str) -> Checkpoint:
-        """See `find`, of one that training goes on from."""
+        """See `find`, of one that training continues from."""
         found = self.find(path)
         if found.kind != WEIGHTS:
             hint = "go on from what save_state (save_weights) saved"

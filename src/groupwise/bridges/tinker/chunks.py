@@ -124,7 +124,7 @@ def written_out(pieces: Pieces, vision: Vision | None, *, where: str, most: int)
 
 
 def _of_image(image: ImageBytes, vision: Vision, *, before: int, where: str) -> list[int]:
-    """Return the token ids of an image beside `before` others."""
+    """Return the token ids of an image that comes after `before` other images."""
     try:
         with writing("keeping an image"):
             ids = vision.expand([vision.rendered_id], [read_picture(image.data, where="it")], before=before)

@@ -47,8 +47,8 @@ UNOFFERED = {  # losses that tinker 0.38 names and that are not here, and why
     "custom": "code of a client's does not run in this server: forward_backward_custom runs it in the client",
 }
 COUNTED = ("mismatch/dropped_tokens",)
-MOST_TOKENS = 1 << 22  # of one sequence, before anybody looks at the model's context
-ENTRY = 512  # bytes of one remembered completion besides its arrays
+MOST_TOKENS = 1 << 22  # of one sequence, before the model's context is checked
+ENTRY = 512  # bytes of a remembered completion, in addition to its arrays
 
 _TYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
@@ -106,7 +106,7 @@ def datums_of(message: Any, *, vision: Vision | None = None, most: int = MOST_TO
 
 
 def widths_of(message: Any) -> list[int | None]:
-    """K of every datum whose targets are [N, K], None where they are [N]; of a message that `datums_of` took."""
+    """Return K for every datum with targets [N, K], None for targets [N], of a message that `datums_of` has read."""
     shapes = [list(each.loss_fn_inputs[TARGETS].shape) for each in message.data]
     return [shape[1] if len(shape) == 2 else None for shape in shapes]
 
@@ -153,7 +153,7 @@ def _inputs(message: Any, loss: str, *, where: str) -> dict[str, Any]:
             f"{where} has {echo(unknown[0])}, which {loss} does not read here; it reads {', '.join(wanted)}",
             hint="leave it out; thresholds go into loss_fn_config, per-token ones into forward_backward_custom",
         )
-    optional = ("weights", SEQUENCE_MASK)  # these have a default, or a word of their own
+    optional = ("weights", SEQUENCE_MASK)  # these have a default, or their own word
     if missing := [name for name in wanted if name not in inputs and name not in optional]:
         raise RequestError(
             f"{where} has no {missing[0]}, which {loss} reads", hint=f"it reads {', '.join(wanted)}, one a token"
@@ -179,7 +179,7 @@ def _wanted(loss: str) -> tuple[str, ...]:
 
 
 def _ratio_mask(inputs: dict[str, Any], where: str) -> Any:
-    """gspo's mask. An advantage outside it would be trained by a ratio that it is not a part of."""
+    """Return gspo's mask. Raises for an advantage outside it, whose token is not a part of the ratio."""
     if SEQUENCE_MASK not in inputs:
         raise RequestError(f"{where} has no {SEQUENCE_MASK}, which gspo reads", hint="1 where the policy spoke")
     mask = (inputs.pop(SEQUENCE_MASK) != 0).astype(float)
@@ -267,7 +267,8 @@ def narrowed_runs(message: Any, loss: str, *, where: str) -> list[NarrowedRun]:
 
 @dataclass(frozen=True, eq=False)
 class _Sampled:
-    """One completion: its tokens, the log-probabilities that the client was told, and what each token could be."""
+    """A completion as the server sampled it: its tokens, the log-probabilities that the client got, and the part of the
+    vocabulary from which each token was sampled (`kept`)."""
 
     prompt: bytes  # its digest
     prompt_len: int
@@ -277,7 +278,7 @@ class _Sampled:
 
     @property
     def size(self) -> int:
-        """Bytes in memory, about."""
+        """Return the approximate bytes in memory."""
         kept = self.kept
         return ENTRY + self.ids_T.nbytes + self.logprobs_T.nbytes + len(kept.kinds + kept.lengths + kept.words)
 
@@ -409,7 +410,7 @@ def encode_output(
 
 
 def wire_metrics(metrics: Mapping[str, float], *, loss: float) -> dict[str, float]:
-    """Our metrics under names that say how chunks combine; `loss:sum` is the loss itself."""
+    """Return our metrics under names that say how chunks combine; `loss:sum` is the loss itself."""
     named = {f"{name}:{_reduction(name)}": value for name, value in metrics.items() if name != "loss/policy"}
     return {"loss:sum": loss, **named}
 

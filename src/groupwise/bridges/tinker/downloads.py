@@ -134,7 +134,7 @@ class Downloads:
         raise CheckpointNotFoundError("there is nothing at this address any more", hint="ask for a new one")
 
     def _pack(self, saved: Checkpoint, directory: Path) -> None:
-        """`ARCHIVE` in `directory`, which for a state of the trainer has the adapter's files, and then no more."""
+        """Make `ARCHIVE` in `directory`; for a state of the trainer the directory then has only the adapter's files."""
         source = directory if saved.version is None else self._store.path(PolicyVersion.parse(saved.version))
         with files.writing(f"packing {saved.path}"):
             directory.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,10 @@ class Downloads:
 
 
 def _recipients(keys: Sequence[str]) -> list[object]:
-    """Recipients of age (https://age-encryption.org/v1): `age1...`, or public keys of SSH. Raises RequestError."""
+    """Return the recipients of age (https://age-encryption.org/v1): `age1...`, or public keys of SSH.
+
+    Raises RequestError.
+    """
     if not keys:
         return []
     try:

@@ -1,11 +1,11 @@
 """The Tinker API's futures: a request returns an id at once, and its result can be fetched repeatedly later.
 
-    begin(id)      a new future, or the one that this request already has: a retry is not a second request
-    wait(id)       its answer, or None while there is none
+    begin(id)      a new future, or the future that this request already has: a retry is not a second request
+    wait(id)       the future's answer, or None while there is none
     Turns          runs the requests of one model strictly by their numbers, in whatever order they arrive
 
-An answer stays for a while after it was fetched first; one that nobody fetches stays longer. Both have an end, and the
-number and the bytes of all of them a bound, so that a client that asks and never fetches costs itself only.
+An answer is kept for a while after the first fetch; an answer that is not fetched is kept longer. Both times are
+limited, and so are the number and the bytes of all answers, so that a client that never fetches hurts only itself.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def failure(error: Exception, *, without: str = "") -> FutureResult:
 
 @dataclass
 class _Load:
-    """The load of all futures: how many are unfinished, their requests' bytes, and the bytes of answers."""
+    """Counts the load of all futures: the unfinished ones, the bytes of their requests, and the bytes of kept
+    answers."""
 
     unfinished: int = 0
     waiting: int = 0
@@ -75,7 +76,8 @@ class _Load:
 
 @dataclass(eq=False)
 class Future:
-    """One request's answer. `size` is what the request itself holds until then, in bytes."""
+    """Holds a request's answer until the client fetches it. `size` is the memory of the unanswered request, in
+    bytes."""
 
     id: str
     size: int
@@ -88,7 +90,7 @@ class Future:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def finish(self, answer: FutureResult) -> None:
-        """Once; later answers are for nobody."""
+        """Set the answer. The first call counts; later answers are ignored."""
         if self.answer is None:
             self.answer, self.until = answer, time.monotonic() + UNFETCHED_S
             self.load.unfinished -= 1
@@ -213,7 +215,7 @@ class Turns:
             self._start()
 
     def forgive(self) -> str | None:
-        """`gap`, which is told once."""
+        """Return `gap`, once: the next call returns None."""
         gap, self.gap = self.gap, None
         return gap
 
@@ -238,7 +240,7 @@ class Turns:
             self._timer = asyncio.get_running_loop().call_later(self._gap_s, self._pass_over)
 
     def _pass_over(self) -> None:
-        """Go on with the first that is there."""
+        """Continue with the first request that has arrived."""
         first = min(self._waiting)
         numbers = f"seq_id {self.due}" + (f" to {first - 1}" if first > self.due + 1 else "")
         self.gap = f"{numbers} did not come within {self._gap_s:g} s"

@@ -78,7 +78,7 @@ class FutureGoneError(GroupwiseError, LookupError):
 
 
 class Tinker:
-    """The wire's state in one server."""
+    """Holds the state of the Tinker API in a server."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -135,7 +135,7 @@ class Tinker:
 
 
 def make(parts: Parts) -> Tinker:
-    """Return what the routes keep of the owner or of a tenant, whose policies then have Tinker's names, too."""
+    """Return the routes' state for the owner or a tenant, whose policies then have Tinker's names, too."""
     tinker = Tinker(parts)
     parts.policies.elsewhere = tinker.policy_of
     return tinker
@@ -178,7 +178,7 @@ async def dynamic_config(http: Request) -> Any:
 
 @router.post("/telemetry")
 async def telemetry(http: Request) -> Any:
-    """Taken, and not kept."""
+    """Accept telemetry and discard it."""
     return {"status": "accepted"}
 
 
@@ -285,7 +285,7 @@ async def get_info(http: Request) -> Any:
 
 @router.post("/forward_backward")
 async def forward_backward(http: Request) -> Any:
-    """Protobuf; of packages before 0.23 JSON."""
+    """Accumulate a gradient. The body is protobuf, from packages before 0.23 JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == JSON:
         return await _in_turn(http, ForwardBackwardBody, _from_json(tinker_of(http)))
@@ -461,7 +461,8 @@ async def set_ttl(http: Request, run: str, kind: str, name: str) -> Any:
 
 @router.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish")
 async def publish(http: Request, run: str, kind: str, name: str) -> Response:
-    """Set a mark in the listings: whoever has the server's key can read every checkpoint."""
+    """Mark a checkpoint as published in the listings. The mark changes no access: a client with the server's key can
+    read every checkpoint."""
     await asyncio.to_thread(tinker_of(http).checkpoints.publish, f"tinker://{run}/{kind}/{name}", True)
     return Response(status_code=204)
 
@@ -519,7 +520,7 @@ NOT_OFFERED = {
 
 
 class NotOfferedError(GroupwiseError):
-    """A route of Tinker's that has no meaning on this server."""
+    """The route of Tinker's has no meaning on this server."""
 
     code, status, exit_code = "not_offered", 404, 2
 

@@ -1,7 +1,7 @@
 """Sampling over the Tinker wire: from the base model, from a checkpoint, or from a snapshot of a model in training.
 
     Samplers.create      a sampling session: which weights
-    Samplers.snapshot    a model's weights as they are now, as a version of their own, which training does not change
+    Samplers.snapshot    a model's weights as they are now, as their own version, which training does not change
     Samplers.sample      completions, and log-probabilities of the prompt
 
 A snapshot under a name is a version in the server's adapter store, and chats can name it. One without is for its
@@ -325,11 +325,11 @@ class Samplers:
         surplus = max(len(there) - self._parts.config.tinker_snapshots, 0)
         idle = sorted((each for each in there if not each.running), key=lambda each: each.used)
         for sampler in idle[:surplus]:
-            sampler.removed = True  # nobody begins to sample from it
+            sampler.removed = True  # no new sampling begins from it
             sampler.removed = await self._discard(sampler)
 
     async def _discard(self, gone: SamplingSession) -> bool:
-        """Remove a snapshot that nobody samples from any more -> whether it is gone."""
+        """Remove a snapshot that no session samples from any more. Return whether it is gone."""
         others = (each for each in self._by_id.values() if each is not gone and not each.removed)
         used = any(each.version == gone.version and each.policies is gone.policies for each in others)
         if gone.policies is self._snapshots and not used:
@@ -460,7 +460,7 @@ def _check_supported(body: bodies.SampleBody, config: ServeConfig) -> None:
 
 
 def _check_last(last: int, body: bodies.SampleBody, *, tokens: int) -> None:
-    """Raise RequestError unless there are log-probabilities of so many tokens of a prompt to tell."""
+    """Raise RequestError unless there are log-probabilities of this many tokens of a prompt to tell."""
     name = "prompt_logprobs_last_n"
     if not body.prompt_logprobs and not body.topk_prompt_logprobs:
         raise RequestError(f"{name} is {last} and needs prompt_logprobs", hint="ask for both", field=name)
@@ -501,7 +501,7 @@ def _encode_targets(message: Any, values_C: Any, given: bodies.TargetIds) -> Non
 
 
 def _encode_top(message: Any, rows: Sequence[Top], k: int) -> None:
-    """Rows of (id, log-probability), likeliest first, each filled up to `k`."""
+    """Encode rows of (id, log-probability), likeliest first, each padded to `k`."""
     filled = [[*row, *[(NO_TOKEN, NO_LOGPROB)] * (k - len(row))][:k] for row in rows]
     message.token_ids = np.asarray([[id for id, _ in row] for row in filled], "<i4").tobytes()
     message.logprobs = np.asarray([[logprob for _, logprob in row] for row in filled], "<f4").tobytes()

@@ -38,7 +38,8 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
-    """A client's life. All that belongs to it goes when it has been silent for long."""
+    """Begins a client's session. Everything that belongs to the session is removed when the client has been silent for
+    long."""
 
     user_metadata: Metadata = None
     display_name: str | None = None
@@ -117,7 +118,7 @@ class OptimStep(Sequenced):
 
 
 class SaveWeights(Sequenced):
-    """Save what training goes on from."""
+    """Save what training continues from."""
 
     path: str | None = None
     ttl_seconds: Seconds | None = None
@@ -249,7 +250,7 @@ class Ttl(Body):
 
 
 def check_metadata(metadata: Metadata) -> dict[str, str] | None:
-    """Return what a client wrote on its run or checkpoint, as short texts. Raises RequestError."""
+    """Return a client's metadata of its run or checkpoint, as short texts. Raises RequestError."""
     if metadata is None:
         return None
     texts = {str(key): str(value) for key, value in metadata.items()}

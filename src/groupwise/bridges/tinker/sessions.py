@@ -1,6 +1,6 @@
 """Tinker sessions: alive while the client sends heartbeats; their models and samplers are released at the end.
 
-Sessions are not kept over a restart: a client makes a new one and goes on from its last saved state.
+Sessions are not kept over a restart: a client makes a new one and continues from its last saved state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SessionGoneError(GroupwiseError, LookupError):
-    """No such session or model: it ended, or the server was started anew since."""
+    """There is no such session or model: it ended, or the server has restarted since."""
 
     code, status, exit_code = "session_gone", 404, 2
 

@@ -67,7 +67,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class TrainedModel:
-    """One adapter being trained. `client` is None until it has been made."""
+    """An adapter that a client trains, with its session and its request order. `client` is None until the adapter has
+    been made."""
 
     id: str
     session: str
@@ -81,7 +82,7 @@ class TrainedModel:
 
     @property
     def trainer(self) -> TrainingClient:
-        """Raise SessionGoneError if it could not be made."""
+        """Return the adapter's training client. Raises SessionGoneError if the adapter could not be made."""
         if self.client is None:
             raise SessionGoneError(f"the model {self.id} was not made", hint=GO_ON)
         return self.client
@@ -97,8 +98,8 @@ def lora_of(config: bodies.Lora | None) -> dict[str, Any]:
 
 
 def targets_of(lora: Mapping[str, Any], adaptable: AdaptableModules) -> str | tuple[str, ...]:
-    """Return what an adapter changes of a model: in a mixture the MLP is its experts, too, as Tinker's `train_mlp` has
-    it."""
+    """Return the modules of a model that an adapter changes: in a mixture the MLP is its experts, too, as Tinker's
+    `train_mlp` has it."""
     targets = lora["targets"]
     if targets == ATTENTION or not any(adaptable.experts.values()):
         return targets if targets == ALL_LINEAR else tuple(targets)
@@ -311,7 +312,7 @@ class Models:
         body: bodies.SaveWeights | bodies.SaveForSampler | bodies.SaveExternal,
         **more: Any,
     ) -> Checkpoint:
-        """Return what is recorded of a checkpoint."""
+        """Return the record of a checkpoint."""
         return Checkpoint(
             run=model.id,
             kind=kind,
@@ -341,7 +342,7 @@ class Models:
                 client.service.close(wait=False)
 
     async def in_training(self, model: TrainedModel, work: Callable[[TrainingClient], T]) -> T:
-        """`work` between two of the model's requests, in the thread that trains."""
+        """Run `work` between two of the model's requests, in the training thread."""
         trainer = model.trainer
         return await trainer.service.submit(lambda: work(trainer))
 
@@ -423,7 +424,7 @@ def _metrics(
 
 def _load_state(trainer: TrainingClient, directory: Path, *, optimizer: bool) -> None:
     trainer.load_now(directory)
-    if not optimizer:  # its moments start anew
+    if not optimizer:  # its moments restart from zero
         trainer.learner.optimizer.state.clear()
 
 

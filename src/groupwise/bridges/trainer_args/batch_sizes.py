@@ -57,17 +57,17 @@ class Sizes:
 
     @property
     def step(self) -> int:
-        """Completions per optimizer step."""
+        """Return the completions per optimizer step."""
         return self.micro * self.accumulate * self.processes
 
     @property
     def rollout(self) -> int:
-        """Completions per rollout batch."""
+        """Return the completions per rollout batch."""
         return max(self.step, self.generation or self.step)
 
     @property
     def fault(self) -> str | None:
-        """Return what does not fit together, in words with the sizes' own names; None if everything does."""
+        """Return the sizes that do not fit together, in words with their own names; None if all fit."""
         generation = self.step if self.generation is None else self.generation
         if generation % (self.micro * self.processes):
             processes = f" x {{processes}} {self.processes}" if self.processes > 1 else ""

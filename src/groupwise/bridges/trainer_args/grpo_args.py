@@ -48,7 +48,7 @@ GENERATION_KWARGS = {
 
 
 def put_sampling(t: Translation, p: str) -> None:
-    """`generation_kwargs`; `p` is the prefix of the keys' names."""
+    """Translate `generation_kwargs`; `p` is the prefix of the keys' names."""
     if t[f"{p}max_completion_length"] is None:
         what = "not set: completions have at most 256 tokens; there they go on to the engine's limit"
         t.note_difference(f"{p}max_completion_length", what)
@@ -88,7 +88,7 @@ def put_regex(t: Translation, p: str, *, vllm: bool) -> None:
 
 
 def put_narrowing(t: Translation, name: str, to: str, value: Any, *, vllm: bool) -> None:
-    """`top_p`, `top_k` or `min_p`, given as `name`, where it is not off."""
+    """Translate `top_p`, `top_k` or `min_p`, given as `name`, unless it is off."""
     key = to.rpartition(".")[2]
     if value is None or value in NARROWING_OFF[key]:
         return
@@ -102,7 +102,7 @@ def put_narrowing(t: Translation, name: str, to: str, value: Any, *, vllm: bool)
 
 
 def put_algorithm(t: Translation, p: str, *, off_policy: bool) -> None:
-    """Advantages and the loss. `off_policy`: samples may be older than the policy that is trained."""
+    """Translate advantages and the loss. `off_policy`: samples may be older than the trained policy."""
     _put_advantage(t, p)
     _put_loss(t, p)
     _put_kl(t, p)
@@ -224,7 +224,7 @@ def _put_correction(t: Translation, p: str, *, off_policy: bool) -> None:
 def put_rewards(
     t: Translation, functions: str, weights: str, *, known: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """`reward_funcs` and `reward_weights`; `known` are rewards with short names."""
+    """Translate `reward_funcs` and `reward_weights`; `known` are rewards with short names."""
     known = known or {}
     entries = t[functions] or []
     factors = t[weights] or [1.0] * len(entries)

@@ -83,11 +83,12 @@ class Length:
         return None if self.there is None else math.ceil(self.there / self.per_rollout)
 
     def rollouts(self, optimizer_steps: float) -> int:
-        """So many optimizer steps there, in rollout batches."""
+        """Convert a number of the other system's optimizer steps to rollout batches."""
         return math.ceil(optimizer_steps / self.per_rollout)
 
     def interval(self, steps: float) -> int | None:
-        """So many optimizer steps there, or a share of the run, in rollout batches; None if that is not known."""
+        """Convert a number of the other system's optimizer steps, or a share of the run, to rollout batches; None if
+        unknown."""
         if steps < 1:
             return None if self.here is None else max(1, math.floor(steps * self.here))
         return self.rollouts(steps)
@@ -128,7 +129,7 @@ def put_optimizer(t: Translation, names: OptimizerNames, length: Length, *, warm
 
 
 def put_quantization(t: Translation, *, four: str, eight: str, asked: str | None = None) -> None:
-    """`quantization`, of two keys that are true or false; `asked` is one that says 4 bits by itself."""
+    """Translate two boolean keys to `quantization`; `asked` is a given key that means 4 bits by itself."""
     if t[four] and t[eight]:
         t.problem(eight, f"{four} says 4 bits; write one of them")
     elif t[four] or asked:

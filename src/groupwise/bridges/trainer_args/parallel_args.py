@@ -29,7 +29,7 @@ FSDP_WORDS = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2
 
 
 def fsdp(value: Any) -> Any:
-    """True or false, or FSDP's words in a list or one text."""
+    """Accept true or false, or FSDP's words in a list or one text."""
     if isinstance(value, bool):
         return value
     words = value.replace(",", " ").split() if isinstance(value, str) else value
@@ -50,7 +50,7 @@ def settings(value: Any) -> Any:
 
 
 def put_parallel(t: Translation, folder: Path) -> None:
-    """`train.parallel` and `train.cpu_offload`; files are looked for in `folder`."""
+    """Set `train.parallel` and `train.cpu_offload`; named files are read from `folder`."""
     asked = [name for name in ("fsdp", "deepspeed", "accelerate_config") if name in t.keys and t[name]]
     if len(asked) > 1:
         t.problem(asked[1], f"{asked[0]} says how the model is shared too; write one of them")
@@ -108,7 +108,7 @@ def _read(path: Path) -> Mapping[str, Any] | None:
 
 
 def _of_name(said: str) -> tuple[str, bool] | None:
-    """(parallel, whether weights are offloaded) of a file's name or one of TRL's."""
+    """Return (parallel, whether weights are offloaded) for a file's name or one of TRL's."""
     stem = Path(said).stem.lower()
     offload = "offload" in stem
     if stage := _ZERO.search(stem):

@@ -1,7 +1,8 @@
-"""A Trainer's run of examples or of preference pairs as ours (`kind: sft`, `kind: dpo`), in whoever's words it is.
+"""Translates the arguments of a transformers Trainer's run on examples or preference pairs (`kind: sft`, `kind: dpo`),
+from any system that uses them.
 
-A step here is an optimizer step there: the rows of the micro-batches that it accumulates, on all processes. An epoch is
-as many whole steps as the rows make.
+A step here is an optimizer step there: the rows of the accumulated micro-batches, on all processes. An epoch is as many
+whole steps as the rows make.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from groupwise.config.formats.translation import Translation
 
 
 def put_vllm(t: Translation, p: str, *, lora: bool, mode: str | None = None, flag: str | None = None) -> None:
-    """`engine` and `vllm` from TRL's arguments with the prefix `p`; `mode` is what it is whatever the file says.
+    """Set `engine` and `vllm` from TRL's arguments with the prefix `p`; a given `mode` overrides the file's.
 
     Without an adapter, which `lora` says, it is refused; `flag` is the switch that trains one,
     without which vLLM is what is given up.

@@ -10,7 +10,7 @@ are the tools, with type hints and docstrings; `get_reward()`, if there is one, 
 functions give; with several factories the row's column `environment` names one, whose tools alone are offered. A row
 without a prompt begins with an empty user message. Methods may be async.
 
-What differs: each episode has an instance of its own, which TRL uses again and again; a tool has a time limit.
+What differs: each episode has its own instance, which TRL uses again and again; a tool has a time limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrlEnvironment(ToolEnv):
         factory: `module:callable` without arguments that makes an environment, or several of them by name.
         tools: further tools, as `module:function`.
         time_limit_s: seconds that a tool may take.
-        folder: where the modules may stand; the configuration's.
+        folder: a folder in which the modules may be; the configuration's.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TrlEnvironment(ToolEnv):
         return self.offer(_with(_messages(case.get("prompt")), seen))
 
     async def score(self, episode: Episode) -> float:
-        """Return what `get_reward` says; 0 without it, where reward functions score."""
+        """Return the result of `get_reward`; 0 without it, when reward functions score."""
         if not callable(getattr(type(self._played), "get_reward", None)):
             return 0.0
         return reward_of(await self._called(self._played.get_reward), f"{type(self._played).__name__}.get_reward")

@@ -39,7 +39,7 @@ def from_trl(
         data: a Dataset or other rows, what `data.source` takes (a file, a Hugging Face name, module:function), or a
             mapping for all of `data`. Rows are read again by running the script again, not from the command line.
         peft: a LoraConfig, or a mapping of its names; None trains all parameters.
-        overrides: in TRL's words or in ours, as on the command line.
+        overrides: overrides in TRL's names or in ours, as on the command line.
 
     Raises ConfigError for what is not here, and warns of what comes out otherwise.
     """
@@ -127,7 +127,7 @@ def _lora(peft: Any) -> dict[str, Any]:
 
 
 def _of_lora_config(peft: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Our names of a LoraConfig, and what else of it is not as a new one has it."""
+    """Return a LoraConfig's fields `names`, and its other fields that are not the default."""
     if not dataclasses.is_dataclass(peft) or isinstance(peft, type) or not hasattr(peft, "lora_alpha"):
         raise ConfigError(f"peft is a {type(peft).__name__}; give a LoraConfig, or a mapping of its names")
     plain = type(peft)()

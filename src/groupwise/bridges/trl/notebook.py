@@ -32,8 +32,8 @@ _TOKEN = re.compile(
 
 
 def python_of(text: str, *, source: str) -> str:
-    """Return the Python of a notebook's code cells. Raises ConfigError for what is no notebook; `source` names the
-    file."""
+    """Return the Python of a notebook's code cells. Raises ConfigError for a file that is not a notebook; `source`
+    names the file."""
     try:
         cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError):

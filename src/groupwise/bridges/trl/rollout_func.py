@@ -37,10 +37,10 @@ class RolloutFunc(EnvKind):
 
     Args:
         function: `module:function`.
-        folder: where the module may stand; the configuration's.
+        folder: a folder in which the module may be; the configuration's.
     """
 
-    columns = None  # what the function returns by names of its own
+    columns = None  # what the function returns by its own names
     takes_cases = False
     own_texts = True
 

@@ -46,7 +46,7 @@ class RolloutFuncRollouts:
     """Plays prompts with a `RolloutFunc`.
 
     Args:
-        run: how training samples; what is generated otherwise is not trained.
+        run: training's sampling parameters; text that is generated with others is not trained.
         scored: there are reward functions; without, ConfigError is raised.
         note: is told once of each thing that is odd.
     """
@@ -93,7 +93,7 @@ class RolloutFuncRollouts:
         return [group(at) for at in range(len(prompts))]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the source holds no resources."""
 
     async def _play(self, batch: _Batch) -> list[RolloutGroup]:
         async with self._slot.take(1):

@@ -62,7 +62,7 @@ class OutputReader:
     only_first: bool  # turns after the first are not trained
 
     def rollouts(self, output: Any, size: int) -> list[Rollout]:
-        """`size` rollouts, in order. Raises EnvError where the whole is not as it must be."""
+        """Return `size` rollouts, in order. Raises EnvError if the output does not have the required form."""
         entries = self._entries(output, size)
         names = (*REQUIRED, MASK)
         rollouts = [self._rollout(i, *(entries[name][i] for name in names)) for i in range(size)]
@@ -185,7 +185,7 @@ def _logprob(value: Any) -> float:
 
 
 def _listed(value: Any) -> Any:
-    """Tensors and arrays as lists and numbers."""
+    """Return tensors and arrays as lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

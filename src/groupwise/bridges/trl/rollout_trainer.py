@@ -168,7 +168,7 @@ class TrlClient:
         self._trainer = trainer
 
     def generate(self, prompts: Sequence[Any], **options: Any) -> dict[str, list[Any]]:
-        """`n` completions of each prompt, a text or token ids."""
+        """Sample `n` completions of each prompt, a text or token ids."""
         return self._trainer.answers([self._trainer.encode(prompt) for prompt in prompts], options)
 
     def chat(
@@ -180,7 +180,7 @@ class TrlClient:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> dict[str, list[Any]]:
-        """`n` completions of each list of messages."""
+        """Sample `n` completions of each list of messages."""
         if chat_template is not None:
             raise EnvError("chat was given a chat_template; the tokenizer's is used", hint="generate takes a text")
         encode = self._trainer.encode
@@ -207,4 +207,4 @@ class TrlGeneration:
         return said["prompt_ids"], said["completion_ids"], said["logprobs"], said["logprob_token_ids"]
 
     def sync_weights(self) -> None:
-        """Nothing: the engine has the version that the call is for."""
+        """Do nothing: the engine has the version that the call needs."""

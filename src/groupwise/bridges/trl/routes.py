@@ -239,7 +239,8 @@ def _name_of(parts: TrainerParts, name: str) -> str:
 
 
 async def _forget(parts: TrainerParts, name: str, *, but: PolicyVersion) -> None:
-    """Remove the versions that nobody can ask for any more; one that still answers goes with the next."""
+    """Remove the versions that no request can name any more. A version that still answers is removed by the next
+    call."""
     for version in parts.store.versions(name):
         if version != but:
             with suppress(AdapterInUseError, AdapterNotFoundError):

@@ -1,7 +1,7 @@
 """The bodies of the routes in `trainer_routes`. Names and defaults are those of TRL's and Axolotl's clients.
 
-They hand vLLM's sampling parameters on, also as `generation_kwargs`, which win over what stands beside them. What
-this server does not have is refused by name, unless its value changes nothing.
+They pass on vLLM's sampling parameters, also in `generation_kwargs`, which override the parameters next to them. A
+parameter that this server does not have is refused by name, unless its value changes nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class _VllmSampling(Sampling):
     """vLLM's sampling parameters."""
 
     logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = None
-    """So many likeliest tokens besides the sampled one."""
+    """The number of likeliest tokens that are returned in addition to the sampled one."""
 
 
 class Further(_VllmSampling, OwnPart):
-    """Sampling parameters in `generation_kwargs`, which override those beside it."""
+    """Holds the sampling parameters in `generation_kwargs`, which override the parameters next to it."""
 
 
 class Drawn(_VllmSampling, OwnRequest):
@@ -35,12 +35,13 @@ class Drawn(_VllmSampling, OwnRequest):
 
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = DEFAULT_TOKENS
     logprobs: Annotated[int, Field(ge=0), AtMost("max_top_logprobs")] | None = 0
-    """So many likeliest tokens besides the sampled one; null gives no log-probabilities."""
+    """The number of likeliest tokens that are returned in addition to the sampled one; null returns no
+    log-probabilities."""
     generation_kwargs: Further | None = None
 
     images: Annotated[Any, Unsupported([])] = None
     structured_outputs_regex: Annotated[str, Field(min_length=1)] | None = None
-    """What each completion matches as a whole."""
+    """A regular expression that each completion matches as a whole."""
     guided_decoding_regex: Annotated[str, Field(min_length=1)] | None = None
     """`structured_outputs_regex`, as TRL called it before 0.26."""
 

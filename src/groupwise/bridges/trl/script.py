@@ -81,7 +81,7 @@ def parse_script(text: str, *, source: str) -> tuple[dict[str, Any], Node]:
 
 
 class _Script:
-    """One script: the calls in it, and what its names are bound to."""
+    """Reads a training script without running it: the calls in it, and the values that its names are bound to."""
 
     def __init__(self, tree: ast.Module, source: str):
         self.tree, self.source = tree, source
@@ -250,7 +250,7 @@ class _Script:
         return {"model_name_or_path": (self._value(held, "model_name_or_path"), trainer.lineno)}
 
     def _rewards(self, given: dict[str, ast.expr]) -> Numbered:
-        """References to functions that are imported, and names of reward models; functions of the script are Unread."""
+        """Return references to imported functions, and names of reward models; functions of the script are Unread."""
         if (node := given.get("reward_funcs")) is None:
             return {}
         listed = self._followed(node)
@@ -265,7 +265,7 @@ class _Script:
         return {"reward_funcs": (Unread(why, f"rewards=[{instead}]"), node.lineno)}
 
     def _reference(self, node: ast.expr) -> str | None:
-        """`module.function` of what the script imports, or the name of a reward model."""
+        """Return `module.function` of an imported function, or the name of a reward model."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return node.value
         first, dot, rest = _name(node).partition(".")
@@ -326,7 +326,7 @@ def _kind(call: ast.Call) -> str | None:
 
 
 def _name(node: ast.AST) -> str:
-    """`a.b.c` of names and attributes; "" of anything else."""
+    """Return `a.b.c` for names and attributes; "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (of := _name(node.value)):
@@ -398,7 +398,7 @@ def _imports(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _document(top: Numbered, sections: Mapping[str, tuple[Numbered, int]]) -> tuple[dict[str, Any], Node]:
-    """Values and nodes of the top level and of the sections."""
+    """Return the values and nodes of the top level and of the sections."""
     data: dict[str, Any] = {name: value for name, (value, _) in top.items()}
     pairs = [_pair(name, ScalarNode("", "", _mark(line)), line) for name, (_, line) in top.items()]
     for section, (inside, line) in sections.items():

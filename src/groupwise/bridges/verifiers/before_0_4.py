@@ -30,9 +30,9 @@ class VerifiersAgent:
     """An environment of `verifiers`; one instance plays all episodes.
 
     Args:
-        environment: what `verifiers.load_environment` takes, or `module:function` that returns the environment.
-        args: for that function.
-        folder: where the module may stand; the configuration's.
+        environment: a name for `verifiers.load_environment`, or `module:function` that returns the environment.
+        args: arguments of that function.
+        folder: a folder in which the module may be; the configuration's.
 
     Raises:
         ConfigError: there is no package `verifiers` that has such environments, or this one cannot be asked for single
@@ -88,7 +88,7 @@ def _loader(environment: str, folder: str | None) -> Any:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Context manager: what becomes of Ctrl-C and SIGTERM may be changed; afterwards it is the run's again."""
+    """Let the block change the handlers of Ctrl-C and SIGTERM, and restore the run's afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

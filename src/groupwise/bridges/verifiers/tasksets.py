@@ -3,7 +3,7 @@
     env:
       agent: groupwise.bridges.verifiers.tasksets:TasksetAgent
       args:
-        taskset: reverse-text-v1                an installed package, or a module beside the configuration
+        taskset: reverse-text-v1                an installed package, or a module next to the configuration
         config: {taskset: {split: train}}       what verifiers calls [env]: taskset, agent.harness, agent.runtime, ...
         eval_config: {taskset: {split: test}}   laid over it for evaluation
 
@@ -42,11 +42,12 @@ class TasksetAgent:
     """A taskset of `verifiers` 0.4; one instance plays all episodes.
 
     Args:
-        taskset: its id: a package's, or a module's name.
+        taskset: the taskset's id: the name of a package or of a module.
         config: the environment's configuration, as under `[env]` in verifiers' files.
-        eval_config: what differs in evaluation; None: there is no evaluation set.
-        tasks: how many are taken of a taskset that has no end, and at most of others; None takes all of those.
-        folder: where the module may stand; the configuration's.
+        eval_config: the differences in evaluation; None: there is no evaluation set.
+        tasks: the number of tasks taken from an endless taskset, and the most taken from others; None takes all of
+            those.
+        folder: a folder in which the module may be; the configuration's.
 
     Raises:
         ConfigError: no package `verifiers` of 0.4, no such taskset, a configuration that it refuses, or an environment
@@ -98,8 +99,8 @@ class TasksetAgent:
 
     # ---- inside ----
     def _show_folder(self) -> None:
-        """Let the tool servers of a taskset find it beside the configuration: they are other processes, and their
-        environment is this one's."""
+        """Add the configuration's folder to PYTHONPATH, so that a taskset's tool servers, which inherit this process's
+        environment, can import the taskset."""
         if self._folder is None or not any((Path(self._folder) / each).exists() for each in _files_of(self._taskset)):
             return
         before = os.environ.get("PYTHONPATH", "")
@@ -191,7 +192,7 @@ def _is_seat(default: Any) -> bool:
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`, section by section."""
+    """Merge `over` into `base`, section by section."""
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)

@@ -82,7 +82,7 @@ def push(
 ) -> None:
     """Upload what a run trained to the Hugging Face hub, with a card of what was measured. Private unless --public.
 
-    Given again it goes on: what has arrived is not sent again. Keys and tokens that are known as such are masked.
+    Given again it continues: what has arrived is not sent again. Keys and tokens that are known as such are masked.
     """
     repo = _checked(to, run)
     from groupwise.cli.push.contents import Wanted, checked_format, contents

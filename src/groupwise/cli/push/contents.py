@@ -30,7 +30,8 @@ Content = Path | bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """One repository: its `kind` (model, dataset, space), its files by their paths there, what the commit is called."""
+    """Holds a repository that is to be pushed: its `kind` (model, dataset, space), its files by their paths in the
+    repository, and the commit message."""
 
     name: str
     kind: str
@@ -39,7 +40,7 @@ class Repository:
 
     @property
     def card(self) -> str:
-        """Return its README.md."""
+        """Return the text of the repository's README.md."""
         content = self.files[CARD]
         return content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
 
@@ -53,8 +54,8 @@ class Repository:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The options of a push: the repository's name there, the format of the version (None: an adapter, or else the
-    whole model), its number type, and whether the run's rollouts and a Space go up too."""
+    """Holds the options of a push: the repository's name on the hub, the format of the version (None: an adapter, or
+    else the whole model), its number type, and whether the run's rollouts and a Space are uploaded, too."""
 
     repo: str
     format: str | None = None

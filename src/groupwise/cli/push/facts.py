@@ -24,8 +24,8 @@ _FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".yam
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The model that was trained over. `hub` is the repository that anybody can load it from, where there is one, and
-    `license` its licence by the hub's names, where it is known."""
+    """Describes the base model of the training. `hub` is the public repository of the model, None if there is none, and
+    `license` the model's licence by the hub's names, None if unknown."""
 
     name: str
     hub: str | None
@@ -34,12 +34,12 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One version of a run.
+    """Holds what a model card says of a run's version.
 
-    before, after   its evaluations on the held-out prompts by mode, `tests` their differences prompt by prompt; `again`
-                    says that `after` is by other seeds than those by which the version was chosen
-    losses          those of held-out rows; `suites`: what benchmarks of others said; `rewards`: the mean rewards of the
-                    first and of the last step in training
+    before, after   the evaluations on the held-out prompts by mode; `tests`: their differences prompt by
+                    prompt; `again`: `after` was sampled with other seeds than those by which the version was chosen
+    losses          the losses of held-out rows; `suites`: the results of public benchmarks; `rewards`: the mean rewards
+                    of the first and of the last step in training
     lora            the adapter's configuration by PEFT's names, None where all parameters were trained
     loaded_by       the class of transformers that loads the model
     config          None where this version of the package cannot read it; `values`: its values as the file has them
@@ -67,12 +67,12 @@ class Facts:
 
     @property
     def kind(self) -> str:
-        """The run's `kind`: grpo, sft or dpo."""
+        """Return the run's `kind`: grpo, sft or dpo."""
         return str(self.values.get("kind", "grpo"))
 
     @property
     def dataset(self) -> str | None:
-        """The repository on the hub that the prompts are from; None for a file or an environment."""
+        """Return the hub repository of the prompts; None for a file or an environment."""
         return self.on_hub(self.values.get("data"))
 
     def on_hub(self, data: Any) -> str | None:
@@ -84,7 +84,7 @@ class Facts:
 
 def read_facts(policy: TrainedPolicy, *, base_model: str | None = None) -> Facts:
     """Return the facts about a run's policy. `base_model` is the base's repository on the hub, where the run has it
-    from a directory. Raises ConfigError where it is of no run, or `base_model` is no such name."""
+    from a directory. Raises ConfigError if the version is not a run's, or `base_model` is not such a name."""
     run_dir = policy.run_dir
     if run_dir is None:
         where = "it" if policy.adapter is None else policy.adapter.directory

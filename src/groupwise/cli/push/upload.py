@@ -2,7 +2,7 @@
 
 Before anything is made there it is asked whose token this is, and whether each name is free, or of a repository that
 may be written to. The files of one repository go up in one commit: it has all of them or none. Whatever was sent before
-an interruption is there already when the command is given again, and files that did not change are no commit.
+an interruption is there already when the command is given again, and files that did not change make no commit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`groupwise report`: the web interface and what it shows of a run, alone or beside other runs, in one HTML file.
+"""`groupwise report`: the web interface with the data of a run, alone or with other runs, in one HTML file.
 
-data       run directories  -> the answers that `groupwise ui` would give, as far as the file may grow
-pictures   the pictures of these, small, each once
-page       the built web interface and these answers -> one file that asks nobody for anything
-build      these, one after the other
+data       run directories  -> the answers that `groupwise ui` would give, up to the file's limit of size
+pictures   the pictures in these answers, small, each once
+page       the built web interface and these answers -> one file that makes no requests
+build      calls these, one after the other
 """

@@ -35,11 +35,11 @@ def report(
     out: Path | None = None,
     steps: Sequence[int] = (),
 ) -> Written:
-    """Write the report of `run_dir`, beside those of `compare`, to `out` (`report.html` in the run's directory).
+    """Write the report of `run_dir`, compared with `compare`, to `out` (by default `report.html` in the run's
+    directory).
 
-    `steps` are those whose completions are in it, none means as many
-    as fit. Raises ConfigError (no run there, a step without rollouts), DataError (damaged metrics),
-    StorageError.
+    `steps` are the steps whose completions are in the report; empty: as many steps as fit. Raises ConfigError (no run
+    there, a step without rollouts), DataError (damaged metrics), StorageError.
     """
     directories = [run_dir, *compare]
     runs = read_runs(directories)

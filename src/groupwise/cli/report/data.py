@@ -220,7 +220,7 @@ def _compact_group(group: RunRolloutGroup) -> dict[str, Any]:
 
 
 def _compact(rollout: dict[str, Any]) -> dict[str, Any]:
-    """Without its token ids and its prompt, which stands with the group; log-probabilities in four digits."""
+    """Return a rollout without its token ids and its prompt, which the group has; log-probabilities in four digits."""
     shorter = {name: _digits(rollout[name]) for name in ("logprobs", "gaps")}
     return {**rollout, **shorter, "prompt": "", "token_ids": [], "text": _cut(rollout["text"])}
 
@@ -238,7 +238,7 @@ def _cut(text: str) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """`value` with every text as it may be shown."""
+    """Return `value` with every text made fit to be shown."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""The page: the built web interface and the data of the runs in one file, which opens without a server or a network.
+"""Writes the page: the built web interface and the data of the runs in one file, which opens without a server or a
+network.
 
-The file asks nobody for anything. Its Content-Security-Policy allows its own script and style sheet by their hashes and
-nothing else, and what a model or a user wrote is data in it, never markup: in the JSON that holds it there is no `<`.
+The file makes no requests. Its Content-Security-Policy allows only its own script and style sheet, by their hashes. The
+text of models and users is data in the file, never markup: the JSON that holds the text contains no `<`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """Without the one character that could begin markup."""
+    """Return JSON without the only character that could begin markup."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -56,7 +56,7 @@ class ConfigFormat:
         table: the file of the system's keys (`config.formats.tables`). Overrides with these names are applied to the
             document before it is translated.
         shares_keys: whether its files, too, have `data` or `rewards` at the top level, which else mean ours.
-        parse: how files with other endings than .yaml, .json and .toml are read, by ending.
+        parse: readers of files with other endings than .yaml, .json and .toml, by ending.
         flags: a command line in the system's flags -> the document and the overrides; None where it has no flags.
             Raises ConfigError.
         is_flags: whether a command line is in the system's flags, and not a file with overrides.
@@ -76,7 +76,7 @@ class ConfigFormat:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The system's keys, in the order of the table."""
+        """Return the system's keys, in the order of the table."""
         return keys_of(self.table)
 
 

@@ -35,7 +35,8 @@ Fate = Literal["plain", "made", "idle", "absent", "older"]
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key. `what` is a clause for the documentation and for messages: how it is made, or why it does nothing."""
+    """Says what becomes of a key of another trainer's configuration. `what` is a clause for the documentation and for
+    messages: how the key is translated, or why it has no effect."""
 
     name: str
     fate: Fate
@@ -74,7 +75,7 @@ def number(value: Any) -> float:
 
 
 def boolean(value: Any) -> bool:
-    """True or false, and what YAML 1.1 reads so: yes, no, on, off."""
+    """Return a boolean of true, false, or YAML 1.1's words for them: yes, no, on, off. Raises ValueError."""
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     read = words.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(read, bool):
@@ -134,12 +135,12 @@ def json_object(value: Any) -> dict[str, Any]:
 
 
 def anything(value: Any) -> Any:
-    """Whatever stands there."""
+    """Return any value unchanged."""
     return value
 
 
 def flag_or_text(value: Any) -> Any:
-    """True, false, or a word such as `auto`."""
+    """Accept true, false, or a word such as `auto`."""
     read = switch(value)
     return read if isinstance(read, bool) else text(read)
 
@@ -177,6 +178,7 @@ def older(name: str, now: str) -> Key:
 def absent(
     name: str, because: str, instead: str | None = None, *, off: Iterable[Any] = (False,), kind: Kind = switch
 ) -> Key:
-    """Not here. `instead` is by default the key's removal; "" says that nothing makes it run."""
+    """Return a key that Groupwise does not have, which is refused unless it is off. `instead` is by default its
+    removal; "" if no change makes the file run."""
     instead = f"{name}=null" if instead is None else instead
     return Key(name=name, fate="absent", kind=kind, what=because, off=tuple(off), instead=instead)

@@ -1,4 +1,5 @@
-"""Says what a key that another system has is here: for somebody who writes it in a configuration of ours."""
+"""Says which key corresponds to another system's key, for a user who writes the other key in a configuration of
+ours."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Translation:
         return self._paths.get(name, parse_keys(name))
 
     def stand_in(self, name: str, other: str) -> None:
-        """`other` says what `name` would, if only `other` is given."""
+        """Let `other` stand in for `name`, if only `other` is given."""
         if self.given(other) and not self.given(name):
             self.values[name], self._paths[name] = self.values[other], self._paths[other]
 
@@ -142,7 +142,8 @@ class Translation:
         self.differs.append(Note(place=self.place(name), text=what))
 
     def refuse(self, name: str, why: str, *, instead: str | None = None) -> None:
-        """Not here. `instead` is the override that makes it run; by default the key's removal."""
+        """Refuse a key that Groupwise does not have. `instead` is the override that makes the run work; by default the
+        removal."""
         keys = self.written_at(name)
         instead = f"{dotted(keys)}=null" if instead is None else instead
         self.refused.append(Note(place=self.place(name), text=why, instead=instead))
@@ -233,8 +234,8 @@ class Translation:
             self.refuse(key.name, key.what, instead=None if "[]" in key.name else key.instead)
 
     def _suggest(self, known: str) -> str:
-        """Return the key that was probably meant: the same name elsewhere, a similar one beside it, a similar one
-        anywhere."""
+        """Return the key that was probably meant: the same name in another section, else a similar name in the same
+        section, else a similar name anywhere."""
         section, _, last = known.rpartition(".")
         names = list(self.keys) + [name.partition(".")[0].removesuffix("[]") for name in self.keys if "." in name]
         elsewhere = {name.rpartition(".")[2]: name for name in reversed(names)}

@@ -25,10 +25,10 @@ from groupwise.store.number_texts import NumbersRead
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One completion as vLLM sampled it, or (`finish_reason` None) the next tokens of one.
+    """Holds a completion as vLLM sampled it, or (`finish_reason` None) the next tokens of one.
 
-    `logprobs` (nats) are of the tempered distribution, and of what top_k, top_p and min_p leave of it
-    (`processed_logprobs`); `tops[t]` the likeliest (id, log-probability) at t, as many as were asked for.
+    `logprobs` (nats) are those of the tempered distribution, restricted to the tokens that top_k, top_p and min_p leave
+    (`processed_logprobs`); `tops[t]` has the likeliest (id, log-probability) at t, as many as the request asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -38,7 +38,7 @@ class Sampled:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether there is a token, and a log-probability for each; -inf and nan are none."""
+        """Return whether there is at least one token, and a finite log-probability for each token."""
         try:
             return len(self.token_ids) == len(self.logprobs) > 0 and math.isfinite(sum(self.logprobs))
         except TypeError:  # null

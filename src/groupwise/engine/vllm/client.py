@@ -5,25 +5,25 @@
     POST /inference/v1/generate     the same of a prompt with images (`vllm.images`)
     POST /v1/load_lora_adapter      {lora_name, lora_path}; a name that is there already is a success: see vllm.publish
     POST /v1/unload_lora_adapter    {lora_name}
-    POST /collective_rpc            reload_weights {weights_path}: all weights anew, with VLLM_SERVER_DEV_MODE only
-    POST /reset_prefix_cache        ... after which no prompt may be known any more
-    POST /reset_encoder_cache       ... nor what the tower made of an image
-    POST /update_weight_version     ... and what they are called; GET /weight_info says it again
+    POST /collective_rpc            reload_weights {weights_path}: reloads all weights; only with VLLM_SERVER_DEV_MODE
+    POST /reset_prefix_cache        ... then the cached prompts must go
+    POST /reset_encoder_cache       ... and the cached features of images
+    POST /update_weight_version     ... and the weights get a name, which GET /weight_info returns
     POST /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update
                                     weights that are sent (`vllm.transfer`), with VLLM_SERVER_DEV_MODE, as are
     GET  /server_info, /get_world_size     how a server takes them, and how many workers it has
     POST /tokenize                  a conversation through the server's tokenizer and chat template
     GET  /v1/models, /version, /health; /metrics, whose counts of tokens tell a server that is busy from one that hangs
 
-A request may wait in vLLM's queue and sample for as long as the server moves: while its counts grow, or anything is
-answered. One that has not moved for `vllm.request_timeout_s` is silent.
+A request may wait in vLLM's queue and sample for as long as the server makes progress: its counts grow, or it answers
+any request. A server without progress for `vllm.request_timeout_s` counts as lost.
 
-A failure is one of two kinds, and only the first is worth another attempt elsewhere:
+There are two kinds of failures, and only the first is worth another attempt at another server:
 
-    ServerLost      it is away, hangs, or dies: no answer, half of one, or a 5xx that is not about the request
-    EngineError     it answered, and the answer is no
+    ServerLost      the server is away, hangs, or dies: no answer, part of one, or a 5xx that is not about the request
+    EngineError     the server refused the request
 
-Every option that has an effect on what is sampled is sent, so that no default of a server matters.
+Every option that affects sampling is sent, so that no default of a server matters.
 """
 
 from __future__ import annotations
@@ -85,19 +85,20 @@ class ServerFacts:
 @dataclass(frozen=True, kw_only=True)
 class TakesWeights:
     """The way in which a server takes weights that are sent to it: by the `backend` that it was started with (None: not
-    at all), in the type, by torch's name, in which it keeps them (None: it rounds them in ways of its own)."""
+    at all), in the type, by torch's name, in which it keeps them (None: it rounds them in its own ways)."""
 
     backend: str | None
     dtype: str | None
 
 
 def server_url(text: str) -> str:
-    """ "http://gpu:8000/v1/" -> "http://gpu:8000": clients are used to write the path. Raises ConfigError."""
+    """Return the URL without the /v1 that many clients write: "http://gpu:8000" for "http://gpu:8000/v1/". Raises
+    ConfigError."""
     url = text.strip().rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number
+    except ValueError:  # brackets without an end, a port that is not a number
         valid = False
     if not valid:
         raise ConfigError(f"vllm.urls: {text!r} is no address; write it as in http://localhost:8000")
@@ -146,8 +147,8 @@ def sampling_body(
 
 
 class VllmServer:
-    """One server by its URL, which may stand still for `request_timeout_s` while it is asked for completions. Use it in
-    one event loop."""
+    """Sends requests to the vLLM server at a URL. A server that makes no progress on its completions for
+    `request_timeout_s` is lost. Use an instance in one event loop."""
 
     def __init__(self, url: str, *, request_timeout_s: float):
         self.url, self._request_s = server_url(url), request_timeout_s
@@ -283,7 +284,7 @@ class VllmServer:
                 raise
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter; requests that have begun go on. One that is not there is as well."""
+        """Forget an adapter; requests that have begun continue. One that is not there is as well."""
         try:
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except EngineError as error:
@@ -318,7 +319,7 @@ class VllmServer:
         return (await self._ask("GET", "/get_world_size"))["world_size"]
 
     async def meet(self, told: Mapping[str, Any], *, timeout: float) -> None:
-        """Have the workers meet whoever sends them weights. Raises ServerLost, EngineError."""
+        """Have the server's workers connect to the sender of weights. Raises ServerLost, EngineError."""
         await self._ask("POST", "/init_weight_transfer_engine", {"init_info": told}, timeout=timeout)
 
     async def start_update(self, *, timeout: float) -> None:

@@ -126,7 +126,7 @@ class InProcess(VllmServer):
         return [_sampled(each, top=body["logprobs"]) for each in sorted(output.outputs, key=lambda each: each.index)]
 
     def _structured(self, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-        """`structured_outputs` as vLLM's SamplingParams take them."""
+        """Return `structured_outputs` in the form of vLLM's SamplingParams."""
         if asked is None:
             return {}
         return {"structured_outputs": self._vllm.sampling_params.StructuredOutputsParams(**asked)}
@@ -186,7 +186,7 @@ class InProcess(VllmServer):
         try:
             self._llm = self._vllm.LLM(**self._options)
             self._serve()
-        except Exception as error:  # the boundary of the thread: whoever waits must hear of it
+        except Exception as error:  # the boundary of the thread: the callers that wait must get the error
             self._failed = error
         ended = EngineError(f"{self.url} has ended: {self._failed!r}")
         ended.__cause__ = self._failed
@@ -229,8 +229,8 @@ class InProcess(VllmServer):
 
 
 def _forget_cpu_kernels(model: Any) -> None:
-    """vLLM 0.32 packs the experts' weights for its kernels on CPUs only when it makes these, and not when weights are
-    read anew; so it is to make them anew too."""
+    """Remove the experts' kernels on CPUs, so that vLLM makes them again after a reload of the weights. vLLM 0.32 packs
+    the weights for a kernel only when it makes the kernel."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
@@ -240,7 +240,7 @@ def _forget_cpu_kernels(model: Any) -> None:
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(function())
-    except Exception as error:  # belongs to whoever asked
+    except Exception as error:  # the caller's, through its future
         future.set_exception(error)
 
 

@@ -8,13 +8,13 @@ far as vLLM is.
 Prompts that do not fit, token ids that there are not, and options that vLLM cannot honour are refused here, before
 anything is sent. A version is usable when every server has it and has proved it (`vllm.publish`).
 
-With in-flight updates each completion is a request of its own, whose tokens are heard as they come. When a version is
-replaced the request is given up and continued by the new version, which reads what was heard: keys and values are
-recomputed. (vLLM can read an adapter anew in place; 0.32 then goes on with the old one's cached prompts.) One with a
-grammar ends under its version: vLLM cannot begin in the midst of a grammar.
+With in-flight updates each completion is a separate request, whose tokens arrive as they are sampled. When a version is
+replaced, the request is cancelled, and the new version continues from the tokens received so far: keys and values are
+recomputed. (vLLM can reload an adapter in place, but 0.32 then continues with the old one's cached prompts.) A
+completion with a grammar ends under its version: vLLM cannot begin in the middle of a grammar.
 
-What is sampled under a grammar is trained as by the local engine: from which tokens each was drawn is found here
-(`vllm.grammar`), and log-probabilities of the whole distribution are scored by the reference.
+Completions under a grammar are trained as with the local engine: the allowed tokens at each position are computed here
+(`vllm.grammar`), and the reference scores log-probabilities of the whole distribution.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ ANOTHER = 1_000_003  # between the seed of a completion and those of its continu
 
 ROUNDED_TOLERANCE, FP8_TOLERANCE = 0.1, 0.3  # nats
 
-TOLD_AT_ONCE = 16  # tokens in an event of a completion that goes on under newer versions: nobody reads along
+TOLD_AT_ONCE = 16  # tokens in an event of a completion that newer versions continue: it has no reader
 CHECKED = 8  # tokens whose log-probabilities are compared when a kind of grammar is first used
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class VllmEngine:
         reloads: all parameters are trained, and `adopt` hands over whole models.
         write: writes the weights of `base` as they are now into a directory; None: its model has them.
         stream: gives every tensor of them, by its name in the checkpoint; None: as with `write`.
-        device: where weights are sent from (None: the base's).
+        device: the device from which weights are sent (None: the base's).
         merge: `load` hands over whole models too, which this makes of an adapter's directory (None: the base alone).
         patient, rows: see `vllm.fleet`.
         in_flight_updates: versions may be replaced under completions (`replace`).
@@ -244,7 +244,7 @@ class VllmEngine:
         self._shelf.remove(before)
 
     def replace(self, old: PolicyVersion, new: PolicyVersion, *, recompute: bool) -> None:
-        """See `UpdatesInFlight.replace`: requests under way are given up, and go on with `new` where they were."""
+        """See `UpdatesInFlight.replace`: requests under way are given up, and continue with `new` where they were."""
         self.check_replaceable(recompute=recompute)
         if not self._is_whole(new) and new not in self._leases:
             raise self._not_loaded(new)
@@ -293,11 +293,11 @@ class VllmEngine:
 
     @property
     def servers(self) -> dict[str, Accepted | None]:
-        """Return what was found out about each server; None: it is away."""
+        """Return the properties of each server, None for one that is away."""
         return {member.name: member.accepted for member in self._fleet.members}
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[list[Completion]]:
-        """`sample` for callers without an event loop."""
+        """Sample as `sample` does, for callers without an event loop."""
         return [future.result() for future in self.submit(requests)]
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ class VllmEngine:
         )
 
     def _publish_copy(self, version: PolicyVersion, directory: Path) -> None:
-        """Under a name of its own, which nobody knows any more if it fails."""
+        """Publish a copy of the version under a separate name. If publishing fails, the name is forgotten."""
         published = self._shelf.put(version, directory)
         self._leases.add(published)
         try:
@@ -508,7 +508,7 @@ class VllmEngine:
             self._let_go(lease)
 
     def _let_go(self, lease: LoadedAdapter) -> None:
-        """Nobody samples from a version any more."""
+        """Forget a version that no request samples from any more."""
         if lease.published.version not in self._leases:  # loaded again meanwhile
             self._reference.unload(lease.published.version)
         self._forget(lease.published)
@@ -634,7 +634,7 @@ def completion_of(
     *,
     ends: Collection[int | None],
 ) -> Completion:
-    """Return what vLLM sampled for a request as a completion, its text without the stop string or the stop id that
+    """Return vLLM's answer to a request as a completion, its text without the stop string or the stop id that
     ended it. `ends`: `closing_ids(tokenizer)`."""
     ids, params = sampled.token_ids, request.params
     text = stopped_text(ids, params, tokenizer, ends=ends) if ids else ""
@@ -666,7 +666,7 @@ def _merged(merge: Callable[[Path | None], PreTrainedModel], adapter: Path | Non
 
 
 def _tolerance(config: VllmConfig, model: PreTrainedModel) -> float:
-    """Nats by which the mean log-probability may be off, where nobody says."""
+    """Return the default tolerance of the mean log-probability's difference, in nats."""
     if config.quantization is not None:
         return FP8_TOLERANCE
     return ROUNDED_TOLERANCE if config.dtype in ("bfloat16", "float16") else packed_tolerance(model)
@@ -686,7 +686,8 @@ def _grammar_refused(grammar: Grammar, error: EngineError) -> GroupwiseError:
 
 
 class CompletionStream:
-    """One completion of a request as it is streamed, from the server that has it to the next."""
+    """Streams one completion of a request. If its server is lost, another one continues from the tokens received so
+    far."""
 
     def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, on_token: TokenSink):
         self._engine, self._params, self._index, self._on_token = engine, job.request.params, index, on_token
@@ -696,7 +697,8 @@ class CompletionStream:
         self._tops: list[tuple[tuple[int, float], ...]] = []
 
     async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
-        """Return what is still missing. Raises ServerLost, EngineError."""
+        """Request the tokens that are still missing, and return the whole completion. Raises ServerLost,
+        EngineError."""
         reason = self._end() or await server.stream(model, self._rest(), hear or self._hear)
         tops = tuple(self._tops) if self._params.top_logprobs else ()
         return Sampled(token_ids=tuple(self._ids), logprobs=tuple(self._logprobs), finish_reason=reason, tops=tops)
@@ -725,8 +727,8 @@ class CompletionStream:
 
 
 class _FollowedCompletion(CompletionStream):
-    """One completion that goes on under newer versions (`VllmEngine.replace`). `version` samples it now, `asking` is
-    its request, and `spans` say from which token on which version drew it."""
+    """Streams one completion that newer versions continue (`VllmEngine.replace`). `version` samples it now, `asking` is
+    the request under way, and `spans` lists the versions with the first token that each sampled."""
 
     def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, version: PolicyVersion):
         super().__init__(engine, job, index, lambda *token: None)
@@ -736,7 +738,7 @@ class _FollowedCompletion(CompletionStream):
         self.spans: list[tuple[int, PolicyVersion]] = [(0, version)]
 
     def follow(self, version: PolicyVersion) -> None:
-        """Sample by this version from the next token on. What the one before still says is not heard."""
+        """Sample by this version from the next token on. Tokens that the previous version still sends are ignored."""
         at = len(self._ids)
         self.spans = [*(span for span in self.spans if span[0] < at), (at, version)]
         self.version = version

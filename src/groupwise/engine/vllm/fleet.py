@@ -54,7 +54,8 @@ Ask = Callable[[VllmServer, str], Coroutine[Any, Any, T]]
 
 
 class FleetMember:
-    """One server, number `number` of all; ours if there is a `start`, and then at an address that it says itself."""
+    """Holds the state of server number `number`. If there is a `start`, this process starts the server, which then
+    reports its own address."""
 
     def __init__(self, number: int, server: VllmServer | None, start: StartServer | None = None):
         self.number, self.start, self._server = number, start, server
@@ -75,12 +76,12 @@ class FleetMember:
 
     @property
     def name(self) -> str:
-        """Return what messages call it: its address, or its number while nobody knows that."""
+        """Return the server's name in messages: its address, or its number while the address is not known."""
         return f"server {self.number}" if self._server is None else self._server.url
 
     @property
     def base(self) -> str:
-        """Return what requests for the base model are addressed to."""
+        """Return the model name of requests for the base model."""
         assert self.accepted is not None
         return self.accepted.base
 
@@ -259,8 +260,8 @@ class Fleet:
         await asyncio.gather(*(self._on(member, do) for member in self.members))
 
     async def where_up(self, do: Callable[[VllmServer], Awaitable[None]]) -> None:
-        """Do it on every server that is up, once one is: what comes later is given it by `prepare`, and nobody waits
-        for that. Raises ServerLost, EngineError."""
+        """Call `do` on every server that is up, once at least one is. Servers that come up later get the same from
+        `prepare`, without a wait. Raises ServerLost, EngineError."""
         await self._wake()
         await self._until_up(self.members, self._config.recovery_timeout_s)
         await asyncio.gather(*(self._on(member, do) for member in self.up))
@@ -358,7 +359,7 @@ class Fleet:
         while self._fatal is None:
             try:
                 await self._live(member)
-            except Exception as error:  # whoever waits must hear of it
+            except Exception as error:  # the callers that wait must get the error
                 known = error if isinstance(error, GroupwiseError) else EngineError(f"{member.name}: {error!r}")
                 if self._patient and self._opened:
                     member.why = known.message

@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 
 
 class Gaps:
-    """Compares what servers say of tokens that they sample with what the trainer says (`reference`). `rounded`: both
-    compute in 16 bits, or a server in fewer, and nobody has set the tolerance. `vision` knows the images of prompts."""
+    """Compares the servers' log-probabilities of sampled tokens with the trainer's (`reference`). `rounded`: both
+    compute in 16 bits, or a server in fewer, and the configuration sets no tolerance. `vision` has the images of
+    prompts."""
 
     def __init__(self, reference: TrainerScores, *, tolerance: float, rounded: bool, vision: Vision | None = None):
         self.tolerance, self._reference, self._rounded, self._vision = tolerance, reference, rounded, vision
@@ -52,7 +53,7 @@ class Gaps:
 
     @property
     def limit(self) -> float:
-        """Nats by which log-probabilities may be off in the mean now."""
+        """Return the present limit of the mean difference, in nats."""
         if not self._rounded:
             return self.tolerance
         usual = RATIO * median(self._seen) if self._seen else MOST * self.tolerance

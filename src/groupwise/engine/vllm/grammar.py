@@ -37,12 +37,13 @@ class VllmGrammars:
         return self._compiler.prepare(grammar, sender=sender)
 
     def option(self, grammar: Grammar) -> dict[str, str]:
-        """vLLM's `structured_outputs`. Raises GrammarError: it is none, or the model's tokens cannot be kept to one."""
+        """Return vLLM's `structured_outputs`. Raises GrammarError if vLLM does not have the grammar, or the model's
+        tokens cannot be constrained."""
         return {"grammar": lark_text(grammar, self._compiler.tokenizer)}
 
     def mask(self, grammar: Grammar, token_ids: Sequence[int]) -> SamplingMask:
-        """Return what each of these tokens was drawn from. Raises EngineError: the grammar does not allow one of
-        them."""
+        """Return the part of the vocabulary from which each of these tokens was sampled. Raises EngineError: the
+        grammar does not allow one of them."""
         text = lark_text(grammar, self._compiler.tokenizer)
         matcher = self._compiler.matcher(Grammar.lark(text, field=grammar.field)).deep_copy()
         entries = []

@@ -56,8 +56,8 @@ PROBE, ZERO = PolicyVersion("groupwise-probe", 1), PolicyVersion("groupwise-base
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """A server that passed. `base` is what requests for the base model are addressed to; `mixes`: the model's own name
-    would get adapters of others; `blind`: why it is given no images."""
+    """Describes a server that passed the handshake. `base` is the model name of requests for the base model; `mixes`:
+    requests for the model's own name would get others' adapters; `blind`: the reason why the server gets no images."""
 
     facts: ServerFacts
     base: str
@@ -71,7 +71,7 @@ class Handshake:
     Args:
         base: the trainer's model.
         gaps: compares with its weights.
-        shelf: where probes are laid.
+        shelf: the directory for probe adapters.
         targets: modules that adapters change; the probes change the last of them. None: it serves none.
         slots: adapters that a server holds at once.
     """

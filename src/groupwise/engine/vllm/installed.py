@@ -41,9 +41,9 @@ def check_installed(config: RunConfig | ServeConfig) -> None:
 
 
 def faster_with_vllm(config: RunConfig, device: torch.device) -> str | None:
-    """Return what to say where the local engine samples on a GPU and vLLM, which is faster there, is installed too and
-    could sample this run; else None. Which engine samples is not chosen for anybody: their log-probabilities differ
-    by rounding, and vLLM is a server of its own on the GPU."""
+    """Return a note if the local engine samples this run on a GPU, and vLLM, which is faster there, is installed and
+    could sample it; else None. Groupwise does not choose the engine itself: the engines' log-probabilities differ by
+    rounding, and vLLM is a separate server on the GPU."""
     on_gpu = device.type == "cuda"  # gpu-aware
     if config.engine != "local" or config.never_samples or not on_gpu or find_spec("vllm") is None:
         return None

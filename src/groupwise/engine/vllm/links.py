@@ -5,7 +5,7 @@ both see, over gloo.
     ipc             a server on the learner's own GPU reads the bytes where they are
     groupwise_gloo  a server on CPUs, which has our plugin (`vllm_plugin/groupwise_gloo.py`)
 
-Each server has a group of its own, so that one that dies holds up no other. What blocks runs in a daemon thread
+Each server has its own group, so that one that dies holds up no other. What blocks runs in a daemon thread
 (`in_thread`): a group whose other side is gone may never return, and a process must be able to end all the same.
 `NcclLink` and `IpcLink` are written after vLLM 0.32's and torch 2.13's sources; no GPU has run them yet.
 """
@@ -49,7 +49,7 @@ class Chunk:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return what vLLM is told of it."""
+        """Return the description of these tensors for vLLM."""
         return {
             "names": list(self.names),
             "dtype_names": [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
@@ -69,7 +69,7 @@ class Link(Protocol):
         ...
 
     def described(self, chunk: Chunk) -> dict[str, Any]:
-        """Return what the server is told of a chunk that comes."""
+        """Return the description of the next chunk for the server."""
         ...
 
     def send(self, chunk: Chunk) -> None:
@@ -86,7 +86,7 @@ class Link(Protocol):
 
 
 class GlooLink:
-    """The way to a server on CPUs, which meets this process in a store of its own."""
+    """The way to a server on CPUs, which meets this process in its own store."""
 
     name: ClassVar[str] = groupwise_gloo.BACKEND
     said: ClassVar[str] = "gloo (on CPUs)"
@@ -117,8 +117,8 @@ class GlooLink:
 
 
 class NcclLink:  # gpu-only: weights to vLLM servers over NCCL
-    """The way to a server on other GPUs than this process's. vLLM's workers join a group by the id that they are told,
-    and begin it with the sum of one number."""
+    """Sends weights to a server on other GPUs than this process's. vLLM's workers join a group by an id that they get,
+    and begin with the sum of one number."""
 
     name: ClassVar[str] = "nccl"
     said: ClassVar[str] = "NCCL (on other GPUs than rank 0's)"
@@ -173,7 +173,8 @@ class NcclLink:  # gpu-only: weights to vLLM servers over NCCL
 
 
 class IpcLink:  # gpu-only: weights to a vLLM server on the same GPU
-    """The way to a server on this process's GPU: it is told where the bytes are, and copies them before it answers."""
+    """Sends weights to a server on this process's GPU: the server gets the addresses of the bytes, and copies them
+    before it answers."""
 
     name: ClassVar[str] = "ipc"
     said: ClassVar[str] = "IPC (on the GPU of rank 0)"
@@ -221,10 +222,10 @@ def in_thread(do: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
 
     def run() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # no caller waits any more
             try:
                 future.set_result(do())
-            except Exception as error:  # whoever waits must hear of it
+            except Exception as error:  # the caller that waits must get the error
                 future.set_exception(error)
 
     threading.Thread(target=run, name="groupwise-weights", daemon=True).start()

@@ -1,9 +1,9 @@
 """vLLM behind the live server: what `groupwise serve --engine vllm` samples with.
 
-The servers are those of a run (`vllm`): a version gets a name of its own, proves itself, and is leased while requests
+The servers are those of a run (`vllm`): a version gets its own name, proves itself, and is leased while requests
 use it. A live server asks for more:
 
-    streams        each completion is a request of its own, whose tokens are heard as they come. When its server is
+    streams        each completion is its own request, whose tokens are heard as they come. When its server is
                    lost the rest is asked of the next one, as the continuation of what was heard: what a client has
                    read stays read, and token by token the distribution is the same
     top_k, top_p,  vLLM gives the log-probabilities of what they make of the distribution. The tokens are scored once
@@ -70,7 +70,7 @@ class LiveVllm(VllmEngine, Scores):
         return futures
 
     def _check_supported(self, params: SamplingParams) -> None:
-        """Everything is."""
+        """Do nothing: every request is supported."""
 
     async def _streamed(self, on_token: TokenSink, job: QueuedRequest) -> list[Completion]:
         request = job.request
@@ -150,7 +150,8 @@ class LiveVllm(VllmEngine, Scores):
         return "; ".join(f"vLLM at {member.name}: {member.why}" for member in self._fleet.members)
 
     def stats(self) -> Mapping[str, int]:
-        """vLLM does not say which requests it has begun: those that it was given are `running`."""
+        """Return the counts of requests. vLLM does not say which it has begun, so all requests that it has count as
+        `running`."""
         running = self._unfinished if self._fleet.up else 0
         return {"running": running, "waiting": self._unfinished - running, "adapters": len(self._leases.versions)}
 

@@ -102,8 +102,8 @@ def starts_here(vllm: VllmConfig, shape: Shape, seats: Seats | None) -> list[Sta
 
 
 def _spare(model: PreTrainedModel) -> None:
-    """Keep the trainer's model and its copies as they are beside a colocated vLLM, which changes the classes of models
-    that it runs by transformers' own code: every instance is then compiled that does not say that it is not to be."""
+    """Mark the trainer's model and its copies as not to be compiled. A colocated vLLM changes the classes of models
+    that it runs by transformers' own code: every instance without this mark is then compiled."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             kind: Any = type(module)
@@ -147,7 +147,7 @@ def shape_of(
     device: str,
     cast_lm_head: str,
 ) -> Shape:
-    """Return what vLLM must know of the model `name`, which is like `model`, and of its adapters."""
+    """Return the facts that vLLM needs about the model `name`, which is like `model`, and about its adapters."""
     dtype, cpu = model.dtype, resolve_device(device).type != "cuda"  # gpu-aware
     return Shape(
         model=model_path(name),

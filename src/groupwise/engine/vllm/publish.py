@@ -1,6 +1,6 @@
 """Publishes a version from the trainer's disk to vLLM: with its own copy, its own name, a canary, a lease.
 
-publish   the files are laid in a directory of their own, under a name that never was before (`name-v12-1f3a`):
+publish   the files are laid in their own directory, under a name that never was before (`name-v12-1f3a`):
           vLLM keeps prompts it has computed by an adapter's name and path, so one that is used again serves the
           old
 canary    some tokens are sampled under that name; their log-probabilities must be those of the same files here, as
@@ -57,7 +57,7 @@ class Published:
 
     @property
     def label(self) -> str:
-        """Return what a server calls its weights where they are this version's."""
+        """Return the name of a server's weights when they are this version's."""
         return str(self.path)
 
 
@@ -143,7 +143,7 @@ class Leases:
 
     @property
     def alive(self) -> list[Published]:
-        """Return what every server must have: all that requests name, or still sample from."""
+        """Return the versions that every server must have: those that requests may name, or still sample from."""
         with self._lock:
             return [lease.published for lease in (*self._of.values(), *self._leaving)]
 
@@ -162,7 +162,7 @@ class Leases:
             return self._gone(lease)
 
     def retire(self, version: PolicyVersion) -> LoadedAdapter | None:
-        """No request may name it any more. The lease if nobody holds it."""
+        """Retire a version: no new request may name it. Return its lease if no request holds it, else None."""
         with self._lock:
             lease = self._of.pop(version, None)
             if lease is None:

@@ -4,8 +4,8 @@
     machine 1   learner learner learner learner | server 1 (TP 2) | server 3 (TP 2)
 
 A server is on one machine, on GPUs that no learner uses. `vllm.servers` is how many there are; unset, as many as those
-GPUs hold. Servers are dealt out to the machines by turns. Where no GPU is free a single server, of one GPU, shares that
-of the first learner. With `vllm.sleep` servers are on the learners' GPUs, and take turns with them.
+GPUs hold. Servers are distributed to the machines by turns. Where no GPU is free a single server, of one GPU, shares
+that of the first learner. With `vllm.sleep` servers are on the learners' GPUs, and take turns with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Seats:
-    """The places of all servers of a run. `shared`: they are on learners' GPUs."""
+    """Holds the places of all servers of a run. `shared`: they are on learners' GPUs."""
 
     servers: tuple[Seat, ...]
     shared: bool = False

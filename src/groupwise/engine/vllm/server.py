@@ -162,7 +162,7 @@ def rank_of(rank: int) -> int:
 
 
 def free_port(host: str) -> int:
-    """Return one that nobody listens on just now."""
+    """Return a port on which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
@@ -191,7 +191,7 @@ StartServer = Callable[[], RunningServer]
 
 
 class ServerProcess:
-    """One server on this machine, started at once: a `RunningServer`."""
+    """Starts a vLLM server on this machine at once, and watches the process: a `RunningServer`."""
 
     def __init__(self, launch: ServerLaunch):
         self.launch = launch

@@ -4,7 +4,7 @@ way       how a server takes weights is what it was started for (`--weight-trans
 rounding  what all servers keep in 16 bits comes rounded to these from the learner: half the bytes (`as_kept`)
 chunk     tensors as they come from the learner, until they are `PACKED_BYTES`; a request and a broadcast for each,
           to all servers at once, while the next is packed
-failure   a server that refuses, dies or takes no chunk for `vllm.sync_timeout_s` is given no more; the others go on.
+failure   a server that refuses, dies or takes no chunk for `vllm.sync_timeout_s` is given no more; the others continue.
           It is brought out of the update that it is in, or given up where it does not answer, and reads a file
 
 /init_weight_transfer_engine  (once in its life)  /start_weight_update  /update_weights ...  /finish_weight_update
@@ -225,7 +225,7 @@ class Transfers:
         """Return the bytes of tensors, one after another, where they are sent from."""
         flat = [each.contiguous().view(-1).view(torch.uint8).to(self._device) for each in tensors]
         packed = torch.cat(flat)
-        if packed.is_cuda:  # gpu-only: others read it in streams of their own
+        if packed.is_cuda:  # gpu-only: others read it in their own streams
             torch.cuda.current_stream(packed.device).synchronize()
         return packed
 
@@ -236,7 +236,7 @@ class Transfers:
 
 
 class _Sending:
-    """One version on its way: `open`, `take` every tensor, `flush`, `settle`, `close`."""
+    """Sends one version's weights to the servers: `open`, `take` every tensor, `flush`, `settle`, `close`."""
 
     def __init__(self, transfers: Transfers, servers: Sequence[VllmServer], label: str):
         self._transfers, self._label = transfers, label
@@ -254,7 +254,8 @@ class _Sending:
         await server.start_update(timeout=self._transfers.timeout_s)
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Send it, with those before and after. Never fails: whoever gives it goes on with other ranks."""
+        """Collect a tensor, and send the collected ones when they fill a chunk. Never raises: the caller continues
+        with other ranks."""
         if not self.servers:
             return
         tensor = as_kept(name, tensor, self._dtype)

@@ -41,7 +41,7 @@ class WholeModels:
 
     Args:
         first: the base, as servers may have another: that of an earlier run.
-        trains: models are the very weights that train, which change when that goes on.
+        trains: models are the very weights that train, which change when training continues.
         prompt: is sampled from to prove a version.
         timeout: seconds for a server to read one.
     """
@@ -130,8 +130,8 @@ class WholeModels:
 
     @asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
-        """Context manager in which the newest is not trained further."""
-        while not self._stands.is_set():  # training may have begun again before this went on
+        """Keep the newest version from being trained further inside the block."""
+        while not self._stands.is_set():  # training may have begun again before this continued
             await self._stands.wait()
         self._users += 1
         self._unused.clear()

@@ -33,10 +33,10 @@ def call_with(
     """Return a call, or why there is none.
 
     Args:
-        body: its parameters and nothing else.
+        body: the text of the call's parameters.
         parameter: matches one, with its name and its value as groups.
-        of_form: what a parameter looks like, for the reason.
-        at: where in the call the body begins.
+        of_form: the form of a parameter, for the reason.
+        at: the position in the call at which the body begins.
     """
     arguments, types, position = dict[str, Any](), types_of(name, tools), 0
     while (found := parameter.match(body, position)) is not None:

@@ -48,13 +48,13 @@ THINK = ThoughtMarks("<think>", "</think>")
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """One call: a tool's name, and its arguments as a JSON object."""
+    """Holds a tool call that was read from a reply: the tool's name, and its arguments as a JSON object."""
 
     name: str
     arguments: dict[str, Any]
 
     def as_openai(self, call_id: str) -> dict[str, Any]:
-        """Return it as messages carry it, `arguments` as the object that chat templates want."""
+        """Return the call in the form of messages, with `arguments` as an object, which chat templates take."""
         return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -74,14 +74,14 @@ class ReplyFormat(ABC):
     """A format in which a family of models writes replies.
 
     Attributes:
-        name: what it is called, in pages and reports.
+        name: the format's name in pages and reports.
         start: the marker with which calls begin.
-        end: the marker that closes them; empty where calls go on until the reply ends.
-        thought: what stands around a thought.
+        end: the marker that closes them; empty where calls continue until the reply ends.
+        thought: the markers around a thought.
         thinks_unasked: whether a reply may begin with a thought where the template has thoughts and no switch for them.
         thoughts_apart: whether the template looks for earlier thoughts in a field of the message, not in its content.
-        answer_head: what stands in front of an answer.
-        writes: what writes calls as a grammar.
+        answer_head: the text in front of an answer.
+        writes: the writer of calls as a grammar.
     """
 
     name: ClassVar[str]
@@ -112,7 +112,7 @@ class ReplyFormat(ABC):
 
     @abstractmethod
     def parser(self, *, thinks: bool = False, calls: bool = True, tools: Tools = ()) -> ReplyParser:
-        """Return what splits a reply that arrives in pieces.
+        """Return a parser that splits a reply that arrives in pieces.
 
         Args:
             thinks: whether the prompt ends inside a thought, so that the reply begins in it.
@@ -144,5 +144,5 @@ class ReplyFormat(ABC):
 
     # ---- constrained ----
     def writer(self, tools: Tools, tokenizer: PreTrainedTokenizerBase, *, only: str | None) -> CallWriter:
-        """Return what writes calls of `tools`, or `only` of the one of this name, as a grammar."""
+        """Return a writer of calls of `tools`, or of `only` the one of this name, as a grammar."""
         return self.writes(self, tools, tokenizer, only=only)

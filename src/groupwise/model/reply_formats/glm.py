@@ -30,7 +30,8 @@ class _Writer(XmlWriter):
 
 
 class Glm(EnclosedFormat):
-    """A name, and keys and values as elements, whose types the tools' definitions say."""
+    """Reads and writes GLM's calls: a name, and keys and values as elements, whose types are in the tools'
+    definitions."""
 
     name, start, end, writes = "glm", "<tool_call>", "</tool_call>", _Writer
 

@@ -5,8 +5,8 @@
     <|start|>assistant<|channel|>final<|message|>It is 7.<|return|>                              what is said
 
 The prompt ends with <|start|>assistant, so that the first message lacks it; to= may also stand in front of the channel.
-A message on the channel commentary to nobody is said too. A call ends the turn, so that there is one in a reply. The
-template looks for earlier thoughts in a field of the message, and shows one call of each. Known from
+A message on the channel commentary without a to= is text, too. A call ends the turn, so that there is one in a reply.
+The template looks for earlier thoughts in a field of the message, and shows one call of each. Known from
 github.com/openai/harmony, docs/format.md.
 """
 
@@ -33,7 +33,7 @@ _LONGEST = max(map(len, (*ENDS, START)))
 
 
 class _Writer(CallWriter):
-    """One call, behind a thought that has ended; an answer is a message of the channel `final`."""
+    """Writes the grammar of one call after a thought that has ended; an answer is a message of the channel `final`."""
 
     def body(self, index: int, function: Mapping[str, Any]) -> str:
         head = f"{FUNCTIONS}{function['name']} {CONSTRAIN}json{MESSAGE}"
@@ -78,7 +78,7 @@ class Harmony(ReplyFormat):
         return f"{self.opening(name)}{json.dumps(arguments, ensure_ascii=False)}{self.end}"
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Put thoughts where the template looks for them, and each call into a message of its own, its result behind
+        """Put thoughts where the template looks for them, and each call into its own message, its result behind
         it."""
         shown, position = list[dict[str, Any]](), 0
         while position < len(messages):
@@ -118,7 +118,7 @@ class _Parser(ReplyParser):
     def __init__(self, *, thinks: bool, calls: bool):
         self._calls = calls
         self._header: str | None = None  # of the message whose text comes; None between two
-        self._to: str | None = None  # whom it is to, if to anybody
+        self._to: str | None = None  # the tool that it is addressed to, if any
         if thinks:
             self._head(THOUGHT)
 

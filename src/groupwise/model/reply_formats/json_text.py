@@ -128,7 +128,8 @@ def schema_types(schema: Any, root: Any = None) -> set[str]:
 
 
 def pointed_to(schema: Mapping[str, Any], root: Any) -> Any:
-    """Return what a schema's `$ref` points to in the schema `root`; None where it has none, or leads nowhere."""
+    """Return the part of the schema `root` to which a schema's `$ref` points; None if it has none, or the part is
+    missing."""
     place = schema.get("$ref")
     if not isinstance(place, str) or not place.startswith("#/"):
         return None

@@ -3,8 +3,8 @@
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>
     <|tool_calls_section_end|>
 
-without line ends. The template shows the ids of earlier calls and nothing else of their names, whoever made them. So
-they are numbered here as the model does it: from 0 on, through the whole conversation.
+without line ends. The template shows only the ids of earlier calls, not their tools' names. So calls get the ids that
+the model would write: numbered from 0 on, through the whole conversation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Kimi(SectionFormat):
         return f"{self.call_start}functions.{name}:0{ARGUMENTS}"
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Number the calls, and have thoughts where the template looks for them."""
+        """Number the calls, and put thoughts into the field that the template reads."""
         shown, ids, count = list[dict[str, Any]](), dict[str, str](), 0
         for message in messages:
             message = _thought_apart(message)

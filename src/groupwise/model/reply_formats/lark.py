@@ -75,7 +75,7 @@ class CallWriter:
         return f"start: ({head} {self._inside(several=several)}){many} FREE\n{free}"
 
     def answer(self) -> str:
-        """Return how an answer that has a grammar of its own is written."""
+        """Return how an answer that has its own grammar is written."""
         return f"{self.text(self._answer_head)} @content"
 
     def _inside(self, *, several: bool) -> str:
@@ -93,8 +93,8 @@ class CallWriter:
         return " ".join(part for part in [*parts, quoted(text[position:])] if part)
 
     def until(self, key: str, end: str, *, least: int = 0, most: int | str = "") -> str:
-        """Return a reference to any text of so many characters that ends with `end`, which it does not have in it."""
-        if (mark := self._splits.match(end)) is not None:  # a token of its own, which is none of a text's
+        """Return a reference to any text of this many characters that ends with `end`, which it does not have in it."""
+        if (mark := self._splits.match(end)) is not None:  # its own token, which is none of a text's
             self.rules.append(f"TEXT_{key}: /(.|\\n){{{least},{most}}}/ & ~/(.|\\n)*{pattern(mark[0])}(.|\\n)*/")
             return f"TEXT_{key} {self.text(end)}"
         self.rules.append(f"text_{key}[lazy]: /(.|\\n){{{least},{most}}}{pattern(end)}/")
@@ -130,11 +130,11 @@ class XmlWriter(CallWriter):
     """Writes parameters as elements: strings as they are, all else as JSON."""
 
     def head(self, name: str) -> str:
-        """Return what stands in front of the parameters of a call of this tool."""
+        """Return the text in front of the parameters of a call of this tool."""
         raise NotImplementedError
 
     def around(self, name: str) -> tuple[str, str]:
-        """Return what stands in front of the value of a parameter of this name, and behind it."""
+        """Return the texts before and after the value of a parameter of this name."""
         raise NotImplementedError
 
     tail = ""  # behind the parameters
@@ -201,7 +201,7 @@ def parameters_of(index: int, function: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 def refused(field: str, what: str, hint: str) -> GrammarError:
-    """Return the error for what a schema says and a format that is no JSON cannot guarantee."""
+    """Return the error for a part of a schema that a format other than JSON cannot guarantee."""
     message = f"{field} has {what}, which cannot be guaranteed where a model does not write arguments as JSON"
     return GrammarError(message, hint=hint, field=field)
 

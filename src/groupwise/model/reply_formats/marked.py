@@ -25,7 +25,7 @@ class Span:
     end: int
 
     def piece(self, text: str, start: int, end: int) -> str | ParsedCall | MalformedCall:
-        """Return it as what it is, with the text between `start` and `end` where it is no call."""
+        """Return a call or a malformed call; a malformed one has the text between `start` and `end`."""
         if isinstance(self.what, ParsedCall):
             return self.what
         return text[start:end] if self.what is None else MalformedCall(text[start:end], self.what)
@@ -49,12 +49,12 @@ class MarkedFormat(ReplyFormat):
 
     @abstractmethod
     def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
-        """Return what is found where calls begin, and where all of it ends. Never raises."""
+        """Return the calls that begin here, and where they end. Never raises."""
 
     def pieces(self, text: str, *, tools: Tools = ()) -> Iterator[str | ParsedCall | MalformedCall]:
-        """Yield a reply without thoughts, piece by piece: what is said, calls, and calls that cannot be used. Where
-        there is no `ParsedCall`, the pieces' texts are the reply; markers and separators are left out only beside a
-        call that they belong to."""
+        """Yield a reply without thoughts, piece by piece: text, calls, and calls that cannot be used. Without a
+        `ParsedCall` the pieces' texts are the whole reply; markers and separators are left out only with the call that
+        they belong to."""
         position = 0
         while (begin := self.begins(text, position)) is not None:
             yield text[position : begin.start()]
@@ -75,7 +75,7 @@ class EnclosedFormat(MarkedFormat):
 
     @abstractmethod
     def found(self, text: str, start: int, close: int, tools: Tools) -> list[Span]:
-        """Return what stands between two markers, in text[start:close]: at least one thing. Never raises."""
+        """Return the calls between two markers, in text[start:close]: at least one, perhaps malformed. Never raises."""
 
     def read(self, text: str, begin: re.Match[str], tools: Tools) -> tuple[list[Span], int]:
         close = self.end_of(text, begin.start(), last=True)
@@ -170,7 +170,7 @@ class MarkedParser(ReplyParser):
                 said += piece
                 continue
             if isinstance(piece, MalformedCall):
-                if malformed is not None:  # which is a part of its own
+                if malformed is not None:  # which is its own part
                     parts += self._give(said, malformed)
                     said = ""
                 said, malformed = said + piece.text, piece

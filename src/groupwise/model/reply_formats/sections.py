@@ -1,4 +1,4 @@
-"""Calls in a section of their own, each a head with the tool's name, its arguments as JSON, and a marker behind it."""
+"""Calls in their own section, each a head with the tool's name, its arguments as JSON, and a marker behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that are no model, where the loop has an engine: they answer each request for a turn with a given reply."""
+"""Policies without a model, in place of an engine: they answer each request for a turn with a given reply."""
 
 from __future__ import annotations
 

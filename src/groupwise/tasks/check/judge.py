@@ -42,7 +42,8 @@ _SAME = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRow:
-    """A policy's episodes in numbers; rewards are None where none could be scored. `stops`: how many ended why."""
+    """Holds a policy's episodes in numbers; rewards are None if none could be scored. `stops` counts the episodes by
+    the reason of their end."""
 
     policy: str
     episodes: int
@@ -55,7 +56,7 @@ class PolicyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRow:
-    """A method's calls: how many, seconds, how many raised and how many have not returned."""
+    """Holds the calls of a method: their number, seconds, how many raised and how many have not returned."""
 
     method: str
     calls: int
@@ -121,7 +122,7 @@ def _failures(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _tools(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """Tools as OpenAI's API and the chat templates want them."""
+    """Yield findings about tools that do not have the form of OpenAI's API and the chat templates."""
     names = Counter(str(function_of(tool).get("name")) for each in trial.episodes[:1] for tool in each.prompt.tools)
     for name, count in names.items():
         if count > 1:
@@ -144,7 +145,7 @@ def _tools(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _no_schema(parameters: Any) -> str:
-    """Return why something is no JSON schema of an object; "" if it is one."""
+    """Return why a value is not a JSON schema of an object; "" if it is one."""
     import jsonschema_rs
 
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
@@ -157,7 +158,7 @@ def _no_schema(parameters: Any) -> str:
 
 
 def _sameness(trial: EnvTrial) -> Iterator[CheckFinding]:
-    """Episodes that should have been the same."""
+    """Yield findings about episodes that should have been the same."""
     for when, why in (
         ("again", "the same case, seed and replies"),
         ("at once", "beside other episodes"),
@@ -254,7 +255,7 @@ def _rewards(trial: EnvTrial) -> Iterator[CheckFinding]:
 
 
 def _hacks(trial: EnvTrial, best: float) -> Iterator[CheckFinding]:
-    """Canned replies that are paid."""
+    """Yield findings about canned replies that are paid."""
     rows = {row.policy: row for row in _policies(trial)}
     top = max([best, *(row.high for row in rows.values() if row.policy == MODEL and row.high is not None)])
     canned = {name: row for name, row in rows.items() if name != MODEL}

@@ -49,7 +49,7 @@ class CheckRequest:
 
     @property
     def name(self) -> str:
-        """Return what is checked, for people."""
+        """Return the name of the checked environment, for people."""
         return (self.env.environment or self.env.agent or "the harness").rpartition(":")[2]
 
 
@@ -59,7 +59,7 @@ def opened(
 ) -> Iterator[tuple[Opened, Sampler | None]]:
     """Yield the environment, and the engine of the model that plays it, which `engine_of` makes of the loaded model.
 
-    Raises LoadError and ConfigError for what is no environment, DataError and EnvError for cases that cannot be had,
+    Raises LoadError and ConfigError if it is not an environment, DataError and EnvError if its cases cannot be made,
     ModelError.
     """
     kind = load_env_kind(wanted.env, folder=wanted.folder, model=wanted.model, scored=wanted.scored)

@@ -1,9 +1,9 @@
 """Trial episodes of an environment: by scripted replies, repeated with the same replies, concurrently, and by a model.
 
-    each script on a few cases         what can be had without doing the task, and what fails
+    each script on a few cases         shows the rewards that need no skill, and the failures
     the first case again               the same case, seed and replies must give the same episode
-    the first case, all at once        ... whoever else is playing
-    the model, a case an episode       what training will begin with; its episodes are played again as well
+    the first case, all at once        ... also with other episodes at the same time
+    the model, a case an episode       shows where training begins; its episodes are played again as well
 
 Agents and harnesses, which play whole episodes and may take long, play each script once: they promise no determinism.
 
@@ -92,13 +92,13 @@ class EnvTrial:
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools that were offered, of all episodes."""
+        """Return the tools that were offered in any episode."""
         found = {json.dumps(tool, sort_keys=True, default=str): tool for e in self.episodes for tool in e.prompt.tools}
         return tuple(found.values())
 
     @property
     def lost(self) -> int:
-        """Episodes that ended because something took too long."""
+        """Return the number of episodes that ended because a method took too long."""
         return sum(each.rollout.error_kind == "timeout" for each in self.episodes)
 
 
@@ -152,7 +152,7 @@ class _Player:
             self.trial.other_seed = _difference(first[0], other)
 
     async def play_model(self, engine: Sampler, episodes: int) -> None:
-        """`episodes` episodes of the model at once, a case each; some of them again with the same replies."""
+        """Play `episodes` episodes of the model at once, a case each; repeat some of them with the same replies."""
         prompts, opened = self._opened.prompts, self._opened
         chosen = [number % len(prompts) for number in range(episodes)]
         with closing(opened.make_play(engine)) as play:

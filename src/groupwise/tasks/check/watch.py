@@ -46,7 +46,7 @@ class Watch:
         return replace(factory, make_one=watched)
 
     def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`function`'s result; its time is that of method `name`."""
+        """Return `function`'s result, and count its time for method `name`."""
         return self._timed(name, function)(*args, **kwargs)
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

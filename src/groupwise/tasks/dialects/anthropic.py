@@ -60,7 +60,7 @@ ERRORS = {
 
 # ---- requests ----
 class TextBlock(BodyPart):
-    """Text. `cache_control` and `citations` beside it change nothing."""
+    """Holds text. The fields `cache_control` and `citations` are ignored."""
 
     type: Literal["text"]
     text: str
@@ -196,7 +196,7 @@ SPEAKS = {
 
 
 class InputMessage(BodyPart):
-    """One message."""
+    """Describes a message of the conversation in Anthropic's form."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -316,7 +316,8 @@ class OutputConfig(BodyPart):
 
 
 class ContextEdit(BodyPart):
-    """An edit of the context. Which earlier thoughts stay is the chat template's affair; all others are refused."""
+    """Describes an edit of the context. The chat template decides which earlier thoughts stay; all other edits are
+    refused."""
 
     type: str
 
@@ -419,7 +420,7 @@ class MessageWriter:
     def __init__(self, *, id: str, model: str):
         self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
-        self._open = False  # whether the last block may go on
+        self._open = False  # whether the last block may continue
         self._ended: dict[str, Any] = {}
 
     def open(self, prompt_tokens: int) -> list[StreamEvent]:

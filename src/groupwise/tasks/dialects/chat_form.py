@@ -36,7 +36,7 @@ class TextPart(BodyPart):
 
 
 class PostedImage(BodyPart):
-    """The bytes of an image. `detail` beside them changes nothing."""
+    """Holds the bytes of an image. The field `detail` is ignored."""
 
     url: ImageUrl
 
@@ -102,14 +102,14 @@ _SAYS_SOMETHING = {
 
 
 class ChatMessage(BodyPart):
-    """One message of a conversation."""
+    """Describes a message of a conversation in OpenAI's form."""
 
     model_config = ConfigDict(json_schema_extra=_SAYS_SOMETHING)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     refusal: str | None = None
-    """What OpenAI's models say in place of content; it is read as that."""
+    """The text of OpenAI's models in place of content; read as content."""
     reasoning_content: str | None = None
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     tool_calls: Annotated[list[ToolCall], FailFast(), Field(max_length=1024)] | None = None
@@ -178,7 +178,7 @@ class FunctionSchema(BodyPart):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-    """Of a conversation that is trained, it says nothing."""
+    """Has no effect in a conversation that is trained."""
 
 
 class Tool(BodyPart):

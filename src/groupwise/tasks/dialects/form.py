@@ -125,7 +125,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def fault(code: str, message: str, **context: Any) -> PydanticCustomError:
-    """Return what a validator raises. `{name}` in the message stands for `context[name]`.
+    """Return the error for a validator to raise. `{name}` in the message stands for `context[name]`.
 
     Of the context, `hint` becomes the error's hint. `param` names the field inside the model that is at fault; the
     message is then a whole sentence. Without it the sentence begins with the field: "n", "is 500; ...".
@@ -215,7 +215,7 @@ def grammar_of(grammar: Grammar, names: Mapping[str, str]) -> Grammar:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Blocks of one message as its text: each on a line of its own."""
+    """Return a message's blocks as its text, each on its own line."""
     return "\n".join(texts)
 
 
@@ -303,23 +303,23 @@ class StreamEvent(NamedTuple):
 
 
 def bytes_of(events: Sequence[StreamEvent]) -> bytes:
-    """Events as they are sent."""
+    """Return the events as bytes to send."""
     return b"".join(event.bytes for event in events)
 
 
 class Writer(Protocol):
-    """One reply in a dialect: the events of its stream, and what they add up to."""
+    """Writes a reply in a dialect: the events of its stream, and the whole answer that they make."""
 
     def open(self, prompt_tokens: int) -> list[StreamEvent]:
-        """Before the first token."""
+        """Return the events before the first token."""
         ...
 
     def push(self, parts: Sequence[ReplyPart]) -> list[StreamEvent]:
-        """More of the reply."""
+        """Return the events for the next parts of the reply."""
         ...
 
     def close(self, ending: Ending) -> list[StreamEvent]:
-        """End a whole reply; `answer` is set from here on."""
+        """Return the events that end a whole reply; `answer` is set from here on."""
         ...
 
     def fail(self, error: GroupwiseError) -> list[StreamEvent]:
@@ -328,7 +328,7 @@ class Writer(Protocol):
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ...
 
 

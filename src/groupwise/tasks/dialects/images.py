@@ -3,8 +3,8 @@
     ImageUrl       a data: URL; it is a `Picture` once its part was checked
     DataUrl        the same, checked and left as it is;  Base64Image  bytes in base64, likewise
 
-A request brings its images' bytes. Addresses are not fetched here and files not opened, whatever their scheme; what
-whoever reads the request has fetched before is in `FETCHED`, by address.
+A request brings its images' bytes. Addresses of any scheme are not fetched here, and files are not opened; the pictures
+that the request's reader has fetched before are in `FETCHED`, by address.
 """
 
 from __future__ import annotations

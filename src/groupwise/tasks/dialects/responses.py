@@ -52,7 +52,7 @@ STATUSES = {429: "rate_limit_exceeded"}  # HTTP statuses -> `code` of a response
 
 # ---- items ----
 class TextContent(BodyPart):
-    """Text of a message; `annotations` and `logprobs` beside it change nothing."""
+    """Holds text of a message. The fields `annotations` and `logprobs` are ignored."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
@@ -88,7 +88,7 @@ def _by_bytes(value: Any) -> Any:
 
 
 class ImageContent(BodyPart):
-    """An image, for models that see. `detail` beside it changes nothing."""
+    """Holds an image, for models with vision. The field `detail` is ignored."""
 
     type: Literal["input_image"]
     image_url: DataUrl
@@ -185,7 +185,7 @@ Input = Annotated[
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Items as messages of the chat form."""
+    """Return items as messages of the chat form."""
     return merged([_message(item) for item in items])
 
 
@@ -318,7 +318,7 @@ class ResponsesRequest(DialectRequest):
     input: Input
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """A stored response whose conversation this one goes on from; its `instructions` are not taken over."""
+    """A stored response whose conversation this one continues from; its `instructions` are not taken over."""
     store: bool | None = None
     """Keep the answer for `previous_response_id` and GET, in memory; the oldest go first. Default true."""
     tools: (
@@ -378,7 +378,7 @@ class ResponseWriter:
     def __init__(self, *, id: str, model: str, request: ResponsesRequest):
         self._response = {**_head(request), "id": id, "created_at": int(time.time()), "model": model}
         self._output: list[dict[str, Any]] = []
-        self._open = False  # whether the last item may go on
+        self._open = False  # whether the last item may continue
         self._number = -1
         self._suffix = id.partition("_")[2]
 
@@ -538,7 +538,7 @@ class ResponseStore:
         self._kept: OrderedDict[str, Stored] = OrderedDict()
 
     def keep(self, request: ResponsesRequest, answer: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
-        """Store an answer as its request asks. `history`: the conversation of the response that it goes on from."""
+        """Store an answer as its request asks. `history`: the conversation of the response that it continues from."""
         if request.store is False:
             return
         output = ResponsesRequest.model_validate({"input": answer["output"]}).items

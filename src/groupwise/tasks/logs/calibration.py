@@ -1,8 +1,8 @@
-"""May a judge be believed? Its grades beside what is known of the same answers, good or not.
+"""Tests whether a judge can be believed: compares its grades of answers with what is known of them, good or not.
 
     calibrate   grades -> a threshold, how often its verdicts are right, whether that is more than chance, its biases
-    by_chance   the chance of so many right verdicts where they have nothing to do with the truth
-    strata      answers among which verdicts can be dealt anew: those of one user, and one of each other user
+    by_chance   the probability of this many right verdicts if they do not depend on the truth
+    strata      answers among which verdicts can be exchanged: those of one user, and one answer of each other user
     bias        how much more often one kind of answers is called good than another that is as good
 
 The threshold is chosen on one half of the prompts, and everything that is said of it is measured on the other, so that
@@ -41,11 +41,11 @@ MORE = (1.5, 2, 3, 5, 8, 12, 20, 40)  # times as many answers, of which it is sa
 
 @dataclass(frozen=True, kw_only=True)
 class Graded:
-    """An answer that is known to be `good` or not, and the judge's `grade`. `key` is a digest of its prompt; `own` says
-    whether the judge's own model wrote it, None where nobody knows. `places` are its grades when it stood in the first
-    half of the answers to its prompt and in the last, whose mean is the `grade`: so that an order which knows the
-    truth, as that of an answer and what it was edited to does, tells a judge nothing. None where it has one place.
-    `by` is who said that it is good or not, None where nobody knows."""
+    """Holds an answer that is known to be `good` or not, and the judge's `grade`. `key` is a digest of its prompt;
+    `own` says whether the judge's own model wrote it, None if unknown. `places` are its grades when it was in the first
+    half of its prompt's answers and when it was in the last; their mean is the `grade`. So an order that depends on the
+    truth, such as an answer before its edited text, tells the judge nothing. None if it had one place. `by` is the user
+    who said that the answer is good or not, None if unknown."""
 
     key: str
     good: bool
@@ -66,8 +66,8 @@ class Share(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A judge's bias: how much more often answers of one kind are called good, at the same truth, with its interval;
-    `of` is the number of answers."""
+    """Holds a judge's bias: how much more often answers of one kind are called good, at the same truth, with its
+    interval; `of` is the number of answers."""
 
     difference: float
     low: float
@@ -108,7 +108,7 @@ class Calibration:
 
 
 def calibrate(graded: Sequence[Graded]) -> Calibration | None:
-    """Return what is known of the judge; None where one of the halves has no good or no bad answers."""
+    """Return the judge's calibration; None if one of the halves has no good or no bad answers."""
     halves: list[list[Graded]] = [[], []]
     for each in graded:
         halves[by_lot([each.key], share=0.5)].append(each)
@@ -220,8 +220,8 @@ def _ways(good: int, of_good: int, bad: int, of_bad: int) -> tuple[int, list[int
 
 
 def strata(graded: Sequence[Graded], threshold: float) -> list[tuple[int, int, int, int]]:
-    """Return the arguments of `by_chance` for the answers of each user that tell something by themselves, and first for
-    all others: of each other user one, and all of which nobody knows whose they are."""
+    """Return the arguments of `by_chance` for each stratum. The first stratum has all answers of unknown users, and one
+    answer of each user whose answers are all good, all bad or all called the same; each other user is a stratum."""
     users = dict[str, list[Graded]]()
     others = [each for each in graded if each.by is None]
     for each in graded:
@@ -264,7 +264,7 @@ def _share(right: Sequence[bool]) -> Share:
 
 @cache
 def surely(right: int, of: int, alpha: float) -> float:
-    """Return the share that is not below, but for a chance of `alpha`, where so many of so many are right."""
+    """Return the lower bound of a share of which `right` of `of` were right, wrong with probability `alpha` at most."""
     return lower_bound([1.0] * right + [0.0] * (of - right), alpha=alpha, worst=0.0)
 
 

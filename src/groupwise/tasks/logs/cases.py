@@ -25,8 +25,8 @@ GOOD = 0.5  # a mean score above it is a good answer
 
 @dataclass
 class Answered:
-    """One answer to a prompt, however often it was given. `scores` are from 0 to 1; `model` gave it first; `users` are
-    those to whom it was given and who said something of it."""
+    """Holds a distinct answer to a prompt, with the number of times that a log has it. `scores` are from 0 to 1;
+    `model` is the first model that gave the answer; `users` are the users who got the answer and rated it."""
 
     message: Message
     model: str | None = None
@@ -48,8 +48,8 @@ class Answered:
 
 @dataclass
 class Case:
-    """A prompt of the log, the same as all others of its `key`. `exchanges` are the numbers of those that asked it,
-    `time` when that was first, `near` the prompts that it stands for."""
+    """Holds a prompt of the log, which stands for all equal ones (`key`). `exchanges` are the numbers of its requests,
+    `time` is that of the first, `near` are the similar prompts that it stands for."""
 
     key: str
     messages: tuple[Message, ...]
@@ -169,7 +169,7 @@ def continued(exchanges: Sequence[Exchange]) -> tuple[list[Exchange], list[Bad]]
 
 
 def ways_on(exchanges: Sequence[Exchange]) -> Iterator[tuple[int, int]]:
-    """Yield each exchange that goes on from an answer, which it repeats with all that came before, and the one that
+    """Yield each exchange that continues from an answer, which it repeats with all that came before, and the one that
     gave it; of several that said the same, the last before it. Where a conversation's id is known, that is enough."""
     said: dict[str, list[int]] = defaultdict(list)
     order = sorted(range(len(exchanges)), key=lambda number: exchanges[number].time or 0.0)

@@ -2,7 +2,7 @@
 
 Exchange    the conversation before an answer, and the answer
 Outcome     a score of an answer, or what should have been said, by the id of the answer, its trace or conversation
-Belongs     of what stands in a row of its own: the user and the conversation of a trace
+Belongs     of what stands in its own row: the user and the conversation of a trace
 Bad         something that a format knows and that cannot be used, with the reason; it ends nothing
 LogFormat   reads the rows of one system as these
 """
@@ -58,11 +58,12 @@ class Belongs:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One answer of a model, after the conversation that it saw.
+    """Holds a model's answer in a log, with the conversation before it.
 
-    `ids` are what others may call it: of the answer, the request, the span, the trace. `time` is seconds since 1970,
-    None where the log does not say. `cut` says that the answer ended where it had no more room. `after` is the id of an
-    answer that `messages` go on from, without repeating what was said before it. `columns` are of use to rewards.
+    `ids` are the ids by which other records may refer to it: the answer's, the request's, the span's, the trace's.
+    `time` is seconds since 1970, None if the log does not say. `cut` says that the answer was cut at its token limit.
+    `after` is the id of an earlier answer that `messages` continue without repeating the messages before it. `columns`
+    are columns for rewards.
     """
 
     place: str
@@ -155,7 +156,7 @@ def ids_at(row: Mapping[str, Any], *names: str) -> tuple[str, ...]:
 
 
 def parsed(value: Any) -> Any:
-    """Return what a text that is JSON says, and anything else as it is."""
+    """Return the value of a text that is JSON, and anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)

@@ -76,7 +76,7 @@ class Imported:
 
 
 def import_logs(sources: Sequence[Path], config: ImportConfig, *, masking: Masking) -> Imported:
-    """Return what logs come to. Raises DataError where a source or the outcomes cannot be read, or no row is of use."""
+    """Return the import of logs. Raises DataError if a source or the outcomes cannot be read, or no row is usable."""
     logs = read_logs(sources)
     outcomes = [*logs.outcomes, *(read_outcomes(config.outcomes) if config.outcomes is not None else ())]
     logs.exchanges, twice = _once(logs.exchanges)

@@ -28,8 +28,8 @@ MOST_FAILED = 0.2  # of the answers
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredAnswer:
-    """An answer of a log, as a message; `good` by its score, `model` that wrote it, None for people; `by` stands for
-    the user who said so, None where nobody or several did."""
+    """Holds an answer of a log, as a message. `good` follows from its score; `model` wrote it, None for people; `by`
+    stands for the user who rated it, None if there are none or several."""
 
     message: Mapping[str, Any]
     good: bool

@@ -115,10 +115,9 @@ def pair_rows(cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def scored_rows(cases: Sequence[Case]) -> Iterator[Row]:
-    """Yield each answer with its score, from 0 to 1: an answer that was edited is a bad one unless somebody scored it,
-    and what it was edited to a good one, of no model. `answer` is there only where the log itself had it: what raters
-    say is not to be compared with itself. `by` is a number for the user who said so, where that is one; the name is not
-    written."""
+    """Yield each answer with its score, from 0 to 1. An edited answer without a score is bad, and the edited text is a
+    good answer of no model. A row has `answer` only if the log itself has it: raters' opinions must not be compared
+    with themselves. `by` is a number for the rating user, if there is exactly one; the name is not written."""
     numbers = dict[str, int]()
     for case in _with_near(cases):
         known = gold(case)
@@ -158,11 +157,12 @@ def _text(text: str) -> Message:
 
 # ---- rewards that are ready ----
 class Rule(NamedTuple):
-    """A reward, how many prompts it can score, and what it pays on average for the answers in the log, from 0 to 1.
+    """Holds a reward, the number of prompts that it can score, and its mean value for the answers in the log, from 0 to
+    1.
 
-    `good` and `bad` are the same of answers with a score above a half, and not (one that was edited and that nobody
-    scored is none); None without any. Answers that call tools are left out, and no answer is compared with itself:
-    prompts whose answer is known from a good one do not count.
+    `good` and `bad` are the means over answers with a score above a half, and over the others (an edited answer without
+    a score counts as bad); None without any. Answers that call tools are left out, and no answer is compared with
+    itself: prompts whose answer is known from a good answer do not count.
     """
 
     reward: str

@@ -1,4 +1,4 @@
-"""Reads outcomes (how good answers were) from a file of their own, brings them to one scale, and joins them to
+"""Reads outcomes (how good answers were) from a separate file, brings them to one scale, and joins them to
 exchanges.
 
 read_outcomes   {"id": .., "thumb": "up"}, {"id": .., "resolved": false}, {"id": .., "edited": "It is 185."}, a row each

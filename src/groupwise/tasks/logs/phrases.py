@@ -6,10 +6,10 @@
     concentrated  the first of that which is sure
     confirmed     whether a phrase that was perhaps in common is, by prompts that were not looked at before
 
-Somebody who writes into a log brings in a habit that a phrase sets off ("as the manager said") by many wrong answers,
-not by one. So phrases are where one looks, and who looks at a thousand finds some by chance: what is `sure` errs in
-ALPHA of all logs together, by Tarone's count of the phrases that are in enough prompts to tell anything (1990), which
-is that of Bonferroni without those that could not. What is not sure is asked again, of other prompts.
+A person who writes into a log plants a habit that a phrase triggers ("as the manager said") by many wrong answers, not
+by one. So phrases are tested. A test of a thousand phrases finds some by chance: a `sure` finding is wrong in at most
+ALPHA of all logs, by Tarone's correction (1990), which is Bonferroni's without the phrases that occur in too few
+prompts to be significant. A finding that is not sure is tested again, on other prompts.
 """
 
 from __future__ import annotations

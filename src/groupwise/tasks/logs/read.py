@@ -57,7 +57,7 @@ class Logs:
 
 
 def read_logs(sources: Sequence[Path]) -> Logs:
-    """Return what stands in files and folders.
+    """Read the logs in files and folders.
 
     Raises:
         DataError: a source is not there or cannot be opened, or no row of any is a log that is known.
@@ -121,7 +121,7 @@ def _suffix(path: Path) -> str:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place; of a line that is no JSON, the error."""
+    """Yield each row with its place; for a line that is not JSON, the error."""
     try:
         if _suffix(path) in (".csv", ".parquet"):
             rows = csv_rows(path) if path.suffix == ".csv" else parquet_rows(path)

@@ -1,12 +1,12 @@
-"""Logs of requests to OpenAI's and Anthropic's APIs: chat completions, Responses, Messages, whoever serves them.
+"""Reads logs of requests to OpenAI's and Anthropic's APIs, by any server: chat completions, Responses, Messages.
 
     {"request": {..}, "response": {..}}     what a proxy or a program writes, under any name of `ASKED` and `SAID`
     {"messages": [..], "choices": [..]}     a stored completion with its messages; also Anthropic's, with `content`
     {"messages": [.., assistant]}           a conversation whose last message is the answer
     {"custom_id", "body"} and {"custom_id", "response"}   a batch's two files, OpenAI's or Anthropic's
 
-Who asked, when, and in which conversation stands beside the two or in the request's `metadata`, under the names in
-`USER`, `TIME` and `CONVERSATION`; whatever of `OUTCOMES` stands there is an outcome.
+The user, the time and the conversation are next to these two or in the request's `metadata`, under the names in `USER`,
+`TIME` and `CONVERSATION`; a field of `OUTCOMES` there is an outcome.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The conversation is in `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_a
 `gen_ai.tool.definitions`: on the span, or on its event `gen_ai.client.inference.operation.details`; or, as instrumented
 before 2025-08, in events `gen_ai.user.message`, .., `gen_ai.choice`, or in numbered attributes (`gen_ai.prompt.0.role`,
 `gen_ai.completion.0.content`, as OpenLLMetry writes them). `gen_ai.evaluation.result` is an outcome. Spans of
-agents and tools are passed over: what a model was asked in them has spans of its own.
+agents and tools are passed over: what a model was asked in them has its own spans.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Verified answers: what the owner of a model says is right, apart from everything that stands in a log.
+"""Verified answers: the answers that the model's owner states as right, independent of a log.
 
-    read_truth    a file of prompts with answers -> those that can be used, and what of it cannot
+    read_truth    a file of prompts with answers -> the usable ones, and the problems of the others
     apart         rows without those that are the same as others, or nearly
-    audit         the answers that a log holds, beside verified ones to the same prompts
+    audit         compares the answers in a log with verified answers to the same prompts
     asked_again   ... to more prompts that have a phrase which wrong answers perhaps have in common
 
-People who write into a log can agree on what is wrong, and nothing inside the log tells that from the truth: answers
-that teach and answers that judge are theirs alike. So a model is only said to be better by answers that they did not
-give, and only where few of those that taught it are wrong. Wrong ones that have words in common ("as the manager said")
-are more than mistakes, however few they are.
+People who write into a log can agree on wrong answers, and nothing inside the log shows this: both the training answers
+and the judging ones are theirs. So a model counts as better only by answers that they did not give, and only if few of
+its training answers are wrong. Even a few wrong answers that have words in common ("as the manager said") are more than
+mistakes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMPARES: Mapping[str, Callable[[Sequence[str], Sequence[str]], Sequence[float |
 
 
 class Verified(NamedTuple):
-    """A prompt with a verified answer: the row that a run reads, and what of it is compared with a log's."""
+    """Holds a prompt with a verified answer: the row for a run, and the parts that are compared with a log's."""
 
     row: Row
     messages: tuple[Message, ...]
@@ -137,7 +137,7 @@ def apart(rows: Sequence[Row], others: Iterable[Sequence[Message]], *, alike: fl
 
 # ---- the log's own answers ----
 class Checked(NamedTuple):
-    """A prompt, and whether the log's answer to it is wrong."""
+    """Holds a prompt, and whether the log's answer to it is wrong."""
 
     text: str
     wrong: bool
@@ -179,7 +179,7 @@ def audit(verified: Sequence[Verified], taught: Sequence[Row], others: Sequence[
 
 
 def checked(verified: Sequence[Verified], rows: Sequence[Row], *, reward: str) -> list[Checked]:
-    """Return the rows of a log that have an answer, and a verified one beside it."""
+    """Return the rows of a log that have an answer and a verified answer, with whether the log's is wrong."""
     right = {key_of(each.messages): each.answer for each in verified}
     known = [(key, row, right[key]) for row in rows if row.get("answer") and (key := key_of(row["prompt"])) in right]
     scores = COMPARES[reward]([str(row["answer"]) for _, row, _ in known], [answer for *_, answer in known])
@@ -193,10 +193,11 @@ def asked_again(audited: Audit, phrase: str, fresh: Sequence[Checked]) -> bool:
 
 
 def key_of(messages: Sequence[Message]) -> str:
-    """Return what was asked, without the system's message."""
+    """Return the prompt without the system's message."""
     return " ".join(texts_of(messages)[1].split())
 
 
 def to_verify(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return what is to be filled in: prompts alone, so that nobody is led by what a log or a model says."""
+    """Return rows to be filled in: prompts without answers, so that the person who answers is not influenced by those
+    of a log or a model."""
     return [{name: row[name] for name in ("prompt", "tools") if name in row} | {"answer": ""} for row in rows]

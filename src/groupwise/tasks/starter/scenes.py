@@ -76,7 +76,7 @@ class Asked:
     places: tuple[str, ...] | None = None
 
     def reply(self, *, pointing: bool) -> str:
-        """Return what a lesson has as the reply."""
+        """Return the reply of a lesson."""
         if not pointing or self.places is None:
             return self.answer
         return f"<think>\n{' '.join(self.places) or 'none'}\n</think>\n\n{self.answer}"
@@ -219,9 +219,9 @@ def prompts(
     Args:
         skill: `count`, `read`, `what`, `where` or `describe`; of several as many each.
         split: `train`, or `test`, of which the model was taught none.
-        n: how many rows.
-        form: of counts, `bare` asks for just the number, `point` to point at each thing first, `plain` for neither.
-        seed: of the pictures and questions.
+        n: the number of rows.
+        form: for counts, `bare` asks for just the number, `point` to point at each thing first, `plain` for neither.
+        seed: the seed of the pictures and questions.
 
     Raises:
         DataError: there is no such skill or form.

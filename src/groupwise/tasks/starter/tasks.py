@@ -63,7 +63,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem in one wording. `working` is what a `think` answer writes before the answer."""
+    """Holds a problem in one wording. `working` is the text that a `think` answer has before the answer."""
 
     skill: str
     operands: tuple[int | str, ...]
@@ -260,7 +260,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def calculate(expression: str) -> str:
-    """Return what the calculator tool answers: "47*12" -> "564"; "error" unless it is two whole numbers around + - or
+    """Return the calculator tool's answer: "47*12" -> "564"; "error" unless it is two whole numbers around + - or
     *."""
     match = re.fullmatch(r"\s*(\d{1,9})\s*([+*-])\s*(\d{1,9})\s*", expression)
     if match is None:

@@ -1,4 +1,4 @@
-"""The starter's tokenizer: byte-level BPE in the manner of Qwen, small, with every digit a token of its own.
+"""The starter's tokenizer: byte-level BPE in the manner of Qwen, small, with every digit its own token.
 
 Sennrich et al. 2016 (arXiv 1508.07909) on the bytes of the text, so that anything can be encoded. Single digits because
 a column of an addition is then a column of tokens.
