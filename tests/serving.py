@@ -23,12 +23,15 @@ from groupwise.server.errors import add_handlers
 from groupwise.server.guard import Gate, Guard
 from groupwise.server.metrics import Recorder
 from groupwise.server.policies import Policies
+from groupwise.server.quotas import Quotas
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.state import Parts, Server
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import Provenance
+from groupwise.store.keys import KeyFile
 from groupwise.store.ledger import Ledger
+from groupwise.store.tenants import OWNER
 from groupwise.types import PolicyVersion
 
 
@@ -100,6 +103,7 @@ def served(
         policies=policies,
         recorder=recorder,
         feedback=FeedbackLog(ledger),
+        quotas=Quotas(KeyFile(directory), OWNER, directory),
     )
     server = server_over(parts, reader=reader, supervisor=cast(Any, None))
     app = FastAPI()

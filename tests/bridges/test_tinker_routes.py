@@ -1,11 +1,16 @@
 """The Tinker wire as a client that knows only the protocol meets it: losses, order, snapshots, what is saved."""
 
+import asyncio
 import io
 import json
 import math
 import random
 import tarfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +34,93 @@ from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from raw_http import connect
 from serving import running
-from tinker_wire import PROTOBUF, Wire, datum, read_samples, request, sample, snapshot, supervised, tinker_site
+from tinker_wire import (
+    PROTOBUF,
+    Wire,
+    datum,
+    read_output,
+    read_samples,
+    request,
+    sample,
+    snapshot,
+    supervised,
+    tinker_site,
+)
+from whole_server import Whole
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "algo" / "golden" / "toy_batch.json").read_text())["inputs"]
+
+
+@contextmanager
+def shared_threads(site: Whole, count: int) -> Iterator[None]:
+    """The routes of the server share so many threads: by default as many as there are processors, and four."""
+
+    async def share(count: int) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(count))
+
+    portal = site.http.portal
+    assert portal is not None
+    portal.call(share, count)
+    yield
+    portal.call(share, 8)
+
+
+def is_answered(site: Whole) -> bool:
+    """Whether /health answers, which looks at the disk in a shared thread."""
+    asked = ThreadPoolExecutor(1).submit(site.http.get, "/health")
+    try:
+        return asked.result(timeout=20).status_code == 200
+    except TimeoutError:
+        return False
+
+
+# ---- who waits for whom ----
+def test_nobody_waits_for_models_that_train(wire: Wire) -> None:
+    model, go_on = wire.model(), threading.Event()
+    service = wire.tinker.models.find(model).trainer.service
+    with shared_threads(wire.site, 1):
+        service.submit(go_on.wait)  # a pass that takes long
+        asked = wire.backward(model, 1, supervised(0)).json()["request_id"]
+        answered = is_answered(wire.site)
+        go_on.set()
+        rows, _ = read_output(wire.answer(asked))
+    assert answered and len(rows) == len(supervised(0))
+
+
+def test_nobody_waits_for_prompts_that_are_scored(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, go_on = wire.site.server.engine, threading.Event()
+    score = engine.score_sequence
+
+    def slow(*args: Any, **options: Any) -> Any:
+        go_on.wait()
+        return score(*args, **options)
+
+    monkeypatch.setattr(engine, "score_sequence", slow)
+    sampler = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=1)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    body = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": 1, "prompt": prompt}
+    echoed = {"prompt": "one two", "max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    with shared_threads(wire.site, 1), ThreadPoolExecutor(1) as clients:
+        params = {"max_tokens": 1, "seed": 1, "stop": []}
+        asked = wire.ok("asample", **body, sampling_params=params, prompt_logprobs=True)["request_id"]
+        answered = [is_answered(wire.site)]
+        completion = clients.submit(wire.http.post, "/v1/completions", json=echoed)
+        answered += [is_answered(wire.site) for _ in range(5)]
+        go_on.set()
+        assert read_samples(wire.answer(asked)).sequences and completion.result().status_code == 200
+    assert all(answered)
+
+
+def test_samples_that_take_too_long_are_said_to_and_what_to_do(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tinker_site(tmp_path, model_dir, request_timeout_s=0.05) as site:
+        wire, go_on = Wire(site), threading.Event()
+        monkeypatch.setattr(site.server.engine, "score_sequence", lambda *args, **options: go_on.wait())
+        sampler = wire.ok("create_sampling_session", session_id=wire.session, sampling_session_seq_id=1)
+        failed = sample(wire, sampler["sampling_session_id"], 1, prompt_logprobs=True)
+        go_on.set()
+    assert failed["code"] == "deadline_exceeded" and "request_timeout_s" in failed["error"], failed
 
 
 # ---- losses ----

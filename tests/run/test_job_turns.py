@@ -135,3 +135,15 @@ def test_who_has_ended_holds_nobody_back(book):
             assert not began.wait(0.05)
         thread.join(30)
         assert began.is_set()
+
+
+def test_nothing_is_kept_of_adapters_whose_jobs_have_ended(book):
+    """A worker lives for months and trains thousands; the ledger knows how far each is."""
+    turns, first, other = StepTurns(), job(book, "a"), job(book, "b")
+    with turns.joined(other):
+        for _ in range(2):
+            with turns.joined(first):
+                trained(turns, first, 5 * SLACK)
+        assert {name[-1] for name in turns._clocks if len(name) == 2} == {"b"}
+        assert turns._clocks[("",)] == 10 * SLACK  # its tenant has work: that clock goes on
+    assert not turns._clocks

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from groupwise import AsyncClient, Client
 from groupwise.errors import RemoteError
 from groupwise.server import chat, completions, dialects, feedback, messages, rollout_log, rollouts
+from groupwise.server.feedback import AnswerLog
 from groupwise.store.feedback import FeedbackLog
 from groupwise.store.ledger import Ledger
 from serving import Served, served
@@ -154,6 +156,28 @@ def test_without_keep_answers_only_batches_can_be_rated(tmp_path: Path) -> None:
         assert refused(api, {"rollout_id": chat(api)["id"], "thumb": "up"}, status=404)["code"] == "rollout_not_found"
         (group,) = client.sample([SUM], n=1, max_tokens=4)
         assert client.feedback(group.completions[0].rollout_id, thumb="up").score == 1.0
+
+
+def test_who_rates_waits_for_what_was_answered_by_then_and_not_for_more() -> None:
+    """Under load there is always another answer to be kept."""
+
+    class Busy:
+        def save_rollouts(self, records: list[Any]) -> None:
+            for _ in range(2):
+                if not ended.is_set():
+                    book.keep([record])  # it comes while these are written
+                    written.append(record)
+
+    record, ended, written = cast(Any, object()), threading.Event(), list[Any]()
+    book = AnswerLog(cast(Any, Busy()))
+    book.keep([record])
+    waits = threading.Thread(target=lambda: book.flush(timeout_s=3600), daemon=True)
+    waits.start()
+    waits.join(timeout=20)
+    is_over = not waits.is_alive()
+    ended.set()
+    book.close()
+    assert is_over and written
 
 
 def test_a_disk_that_fails_costs_no_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def imitate(
 
 def finish(server: Whole) -> Job:
     assert server.http.portal is not None
-    server.http.portal.call(server.server.supervisor._finish_published)
+    server.http.portal.call(server.server.supervisor._finish_owners)
     return server.server.ledger.jobs()[0]
 
 

@@ -108,6 +108,7 @@ def _add_routes(app: FastAPI, site: Site) -> None:
     async def later() -> None:
         raise NotReadyError("swapping", retry_after=2.5)
 
+    @app.post("/v1/adapters/merge")
     @app.api_route("/hold", methods=["GET", "POST"], include_in_schema=False)
     async def hold() -> dict[str, str]:
         site.held.append("hold")
@@ -556,6 +557,20 @@ def test_few_uploads_arrive_at_once() -> None:
             each.close()
         _eventually(lambda: len(taken) > UPLOADS)
         for each in unfinished:
+            each.close()
+
+
+def test_few_adapters_are_merged_at_once_and_nobody_else_waits_for_them() -> None:
+    """Each has a thread that all routes share, and a client can ask for hundreds."""
+    site = Site(ServeConfig(max_waiting=64))
+    with listening(site.asgi, site.config) as port:
+        merges = [connect(port, head("POST", "/v1/adapters/merge", "content-length: 0")) for _ in range(6)]
+        _eventually(lambda: len(site.held) == UPLOADS)
+        assert _get(port, "/v1/adapters/a").status == 200
+        assert len(site.held) == UPLOADS
+        site.go.set()
+        assert [read(each).status for each in merges] == [200] * 6
+        for each in merges:
             each.close()
 
 

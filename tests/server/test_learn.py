@@ -136,7 +136,7 @@ def states(server: Whole) -> list[str]:
 def finish(server: Whole) -> None:
     """What the supervisor does with what the worker published."""
     assert server.http.portal is not None
-    server.http.portal.call(server.server.supervisor._finish_published)
+    server.http.portal.call(server.server.supervisor._finish_owners)
 
 
 def test_enough_ratings_become_a_version_and_each_is_trained_once(server: Whole) -> None:

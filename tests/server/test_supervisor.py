@@ -27,6 +27,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
 from groupwise.store.ledger import JobState, Ledger
 from groupwise.store.ledger_attempts import MAX_SERVER_DEATHS
+from groupwise.store.tenants import OWNER
 from groupwise.tasks.dialects.chat_form import ChatMessage
 from groupwise.types import PolicyVersion
 from wording import wording
@@ -132,9 +133,9 @@ def submit(ledger: Ledger, *, auto_load: bool = True) -> str:
     return ledger.submit(kind="grpo", adapter="math", **options)[0].id
 
 
-def publish(ledger: Ledger, version: str = "math@1") -> str:
+def publish(ledger: Ledger, version: str = "math@1", *, tenant: str = OWNER) -> str:
     """A job as the worker leaves it: published, not yet active."""
-    id = submit(ledger)
+    id = submit(ledger if tenant == OWNER else ledger.of(tenant))
     lease = ledger.lease("another")
     assert lease is not None and lease.job.id == id
     ledger.published(lease, version)
@@ -562,6 +563,28 @@ def test_a_refused_version_fails_the_job_and_the_old_one_stays(ledger: Ledger) -
     assert job.error is not None
     assert job.error["code"] == "swap_refused" and job.error["hint"] == "compare"
     wording(job.error)
+
+
+def test_no_tenant_waits_while_the_owners_version_is_judged(ledger: Ledger) -> None:
+    """A gate plays its held-out prompts, which takes minutes; tenants have none."""
+    judged = asyncio.Event()
+
+    class Slow:
+        async def decide(self, job, version):
+            await judged.wait()
+            return "activate", "it is well"
+
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.gate = Slow()
+        owners, theirs = publish(ledger, "math@1"), publish(ledger, "theirs@1", tenant="acme")
+        await until(lambda: ledger.job(theirs).state is JobState.COMPLETED, seconds=20)
+        assert ledger.job(owners).state is JobState.RUNNING
+        judged.set()
+        await until(lambda: ledger.job(owners).state is JobState.COMPLETED)
+
+    swaps = Swaps()
+    supervise(ledger, IDLE, test, swaps=swaps, stop_s=0.0)
+    assert swaps.asked == ["theirs@1", "math@1"]
 
 
 def test_a_refusal_does_not_hold_up_the_next_version(ledger: Ledger) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ pytest.importorskip("google.protobuf")
 
 from groupwise.bridges.tinker.routes import NOT_OFFERED
 from groupwise.errors import StorageError
+from groupwise.server.quotas import bytes_in
 from groupwise.server.tenants import Tenants
+from groupwise.store import files
 from groupwise.store.files import Provenance
 from groupwise.store.keys import KeyFile
 from groupwise.store.tenants import home_of
@@ -329,6 +332,34 @@ def test_the_bytes_of_a_tenant_are_bounded(site: Whole, make_adapter: Callable[.
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "tenant_full")
     assert light.ask("DELETE", "/v1/adapters/one").status_code == 200
     assert light.train().status_code == 200
+
+
+def test_what_a_client_of_tinkers_saves_is_bounded_too(site: Whole) -> None:
+    full = tenant(site, "filling", bytes=1)
+    fresh = {"session_id": full.session(), "model_seq_id": 0, "base_model": site.server.config.served_name}
+    model = full.future("create_model", {**fresh, "lora_config": {"rank": 4}})["model_id"]
+    home = home_of(site.server.config.state_dir, "filling")
+    first = {"model_id": model, "seq_id": 1, "path": "one"}
+    assert full.future("save_weights", first)["path"] == f"tinker://{model}/weights/one"
+    kept = bytes_in(home)
+    for seq, route in enumerate(("save_weights", "save_weights_external"), start=2):
+        refused = full.future(route, {"model_id": model, "seq_id": seq, "path": "two"})
+        assert (refused["code"], refused["category"]) == ("tenant_full", "user"), refused
+    assert bytes_in(home) == kept > 1
+
+
+def test_a_list_of_the_tenants_changes_nothing_of_theirs(site: Whole, make_adapter: Callable[..., Path]) -> None:
+    """It neither opens their stores, which repairs them, nor waits for who has one locked."""
+    listed = tenant(site, "listed")
+    listed.publish(make_adapter(site.server.base), "one")
+    root = home_of(site.server.config.state_dir, "listed") / "adapters"
+    weights = root / "one" / "v000001" / "adapter_model.safetensors"
+    whole_bytes = weights.read_bytes()
+    weights.write_bytes(b"half")
+    with files.locked(root), ThreadPoolExecutor(1) as clients:
+        shown = clients.submit(site.http.get, "/v1/tenants").result(timeout=20).json()["tenants"]["listed"]
+    assert shown["adapters"] == ["one"] and shown["bytes"] == bytes_in(root.parent) and weights.exists()
+    weights.write_bytes(whole_bytes)
 
 
 def test_who_asks_again_while_others_hear_of_a_failure_begins_a_tenant_once(

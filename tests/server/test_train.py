@@ -22,6 +22,7 @@ from groupwise.server import event_stream as events
 from groupwise.server import submit, train
 from groupwise.server.assemble import server_over
 from groupwise.server.errors import add_handlers
+from groupwise.server.quotas import Quotas
 from groupwise.server.reader import Reader, TextModel
 from groupwise.server.schema_train import SftRequest
 from groupwise.server.state import Parts
@@ -29,7 +30,9 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.feedback import FeedbackLog
 from groupwise.store.files import Provenance
 from groupwise.store.job_payload import parse_payload
+from groupwise.store.keys import KeyFile
 from groupwise.store.ledger import JobState, Ledger, RolloutRecord
+from groupwise.store.tenants import OWNER
 from seed_page import SCORED
 from wording import wording
 
@@ -80,6 +83,7 @@ class Site:
             policies=cast(Any, None),
             recorder=cast(Any, None),
             feedback=FeedbackLog(self.ledger),
+            quotas=Quotas(KeyFile(state), OWNER, state),
         )
         supervisor = cast(Any, SimpleNamespace(last_words=self.words.get, status=self.worker))
         reader = Reader(TextModel.of(base), settings)

@@ -91,6 +91,30 @@ def test_counts_outlive_the_server(tmp_path: Path) -> None:
         assert f'groupwise_key_{line[0]}{{key="app"}} {line[1]}.0' in told
 
 
+def test_what_a_slow_thread_has_does_not_replace_newer_counts(
+    tmp_path: Path, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts of a few seconds ago are on their way to the disk when the server ends, and come there last."""
+    book, late = KeyUsage(tmp_path / "usage.json"), list[Callable[[], None]]()
+
+    class Late:
+        def __init__(self, *, target: Callable[..., None], args: tuple[object, ...], name: str):
+            late.append(lambda: target(*args))
+
+        def start(self) -> None:
+            pass
+
+    monkeypatch.setattr(usage.threading, "Thread", Late)
+    clock(usage.SAVE_S + 1)
+    book.sampled(key(), 1, 1)
+    book.sampled(key(), 10, 20)
+    book.save()
+    (write,) = late
+    write()
+    (day,) = KeyUsage(tmp_path / "usage.json").days().values()
+    assert day["app"].tokens == 32
+
+
 def test_old_days_go(book: KeyUsage, monkeypatch: pytest.MonkeyPatch) -> None:
     for day in range(40):
         monkeypatch.setattr(usage, "_day", lambda day=day: f"2026-{1 + day // 28:02}-{1 + day % 28:02}")

@@ -29,7 +29,7 @@ BROWSER = {"accept": "text/html,application/xhtml+xml"}
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
     nothing, config = cast(Any, None), ServeConfig(api_key="sk-planted")
-    names = ("base", "engine", "store", "ledger", "policies", "feedback")
+    names = ("base", "engine", "store", "ledger", "policies", "feedback", "quotas")
     none: dict[str, Any] = dict.fromkeys(names, nothing)
     parts = Parts(config=config, recorder=Recorder(model_name="m"), **none)
     return build_app(server_over(parts, reader=nothing, supervisor=nothing), gate=Gate("loading"))

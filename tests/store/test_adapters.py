@@ -423,6 +423,25 @@ def test_the_version_of_a_job(store):
     assert store.version_of_job("math", "j1") == versions[1] and store.version_of_job("math", "j2") is None
 
 
+def test_a_job_that_looks_for_its_version_reads_each_of_the_others_once(store, monkeypatch):
+    for job in ("j1", "j2", "j3"):
+        publish(store, info=replace(ORIGIN, job=job))
+    read, seen = files.read_info, list[str]()
+
+    def counted(directory, *, version):
+        seen.append(str(version))
+        return read(directory, version=version)
+
+    monkeypatch.setattr(files, "read_info", counted)
+    for job in ("new", "newer"):
+        assert store.version_of_job("math", job) is None
+    assert seen == ["math@3", "math@2", "math@1"]
+    store.delete(PolicyVersion("math", 2))
+    fourth = publish(store, info=replace(ORIGIN, job="j4"))
+    assert store.version_of_job("math", "j4") == fourth and store.version_of_job("math", "j2") is None
+    assert seen[3:] == ["math@4"]
+
+
 # --- resolving and activating ---
 
 

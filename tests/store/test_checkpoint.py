@@ -165,6 +165,7 @@ def test_a_directory_that_cannot_be_written_leaves_the_one_before(tmp_path: Path
         (staging / "a").write_text("third")
         raise OSError("full")
     assert (target / "a").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]  # a disk that is full has the rest back
     with files.new_directory(target, fault="state") as staging:
         assert not list(staging.iterdir())  # nothing of the one that failed
     assert [path.name for path in tmp_path.iterdir()] == ["state"]

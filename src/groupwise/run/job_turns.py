@@ -26,7 +26,7 @@ class StepTurns:
     def __init__(self, weights: Weights = no_weights):
         self._weights = weights
         self._jobs: dict[str, JobRecord] = {}
-        self._clocks: dict[tuple[str, ...], float] = {}  # of tenants, and of their adapters
+        self._clocks: dict[tuple[str, ...], float] = {}  # of the tenants, and of their adapters, of jobs at hand
         self._stepping: set[str] = set()
         self._changed = threading.Condition()
 
@@ -35,13 +35,16 @@ class StepTurns:
         """Register the job as one of the worker's for the block."""
         with self._changed:
             self._jobs[job.id] = job
-            for name, clock in (((job.tenant,), job.turn), ((job.tenant, job.adapter), job.own)):
+            for name, clock in zip(_names(job), (job.turn, job.own), strict=True):
                 self._clocks[name] = max(self._clocks.get(name, 0), clock)
         try:
             yield
         finally:
             with self._changed:
                 del self._jobs[job.id]
+                left = {name for each in self._jobs.values() for name in _names(each)}
+                for name in set(_names(job)) - left:  # the ledger knows how far they are
+                    del self._clocks[name]
                 self._changed.notify_all()
 
     @contextmanager
@@ -55,8 +58,9 @@ class StepTurns:
         finally:
             with self._changed:
                 self._stepping.discard(job.id)
-                self._clocks[(job.tenant,)] += tokens / self._weights(job.tenant)
-                self._clocks[(job.tenant, job.adapter)] += tokens / job.weight
+                tenants, its = _names(job)
+                self._clocks[tenants] += tokens / self._weights(job.tenant)
+                self._clocks[its] += tokens / job.weight
                 self._changed.notify_all()
 
     def _begin(self, job: JobRecord) -> bool:
@@ -71,5 +75,10 @@ class StepTurns:
         return not self._stepping or all(mine.leads(self._standing(each)) <= SLACK for each in self._jobs.values())
 
     def _standing(self, job: JobRecord) -> Standing:
-        clock, own = self._clocks[(job.tenant,)], self._clocks[(job.tenant, job.adapter)]
+        clock, own = (self._clocks[name] for name in _names(job))
         return Standing(job.id, job.tenant, job.adapter, clock, own, lead_of(job.deadline))
+
+
+def _names(job: JobRecord) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of a job's clocks: its tenant's, and its adapter's."""
+    return (job.tenant,), (job.tenant, job.adapter)

@@ -95,6 +95,7 @@ def assemble(config: ServeConfig, ledger: Ledger, store: AdapterStore, recorder:
         policies=policies,
         recorder=recorder,
         feedback=FeedbackLog(owners),
+        quotas=Quotas(KeyFile(state_dir), OWNER, state_dir),
     )
     server = server_over(parts, reader=Reader(TextModel.of(base), config), supervisor=supervisor)
     tenants = Tenants(server, ledger, more=more_routes(config))
@@ -138,7 +139,6 @@ def server_over(parts: Parts, *, reader: Reader, supervisor: Supervisor) -> Serv
         responses=ResponseStore(),
         answers=answers,
         paths=private_paths(config.state_dir, config.model),
-        quotas=Quotas(KeyFile(state_dir), OWNER, state_dir),
         trainer=None if config.learn is None else FeedbackTrainer(parts, config.learn, held_out=held_out),
         gate=gate,
         raters=None if config.raters is None else Raters(parts, config.raters),

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -217,14 +218,16 @@ class _Answer:
         for request in self._asked.requests:
             first, *others = request.prompt_ids
             options = {"temperature": request.params.temperature, "top": self._body.logprobs}
-            rows = await asyncio.to_thread(engine.score_top, [first], others, version, **options)
+            score = partial(engine.score_top, [first], others, version, **options)
+            rows = await self._asked.admissions.scored(score)
             scored.append([_Row(first), *(_Row(i, *row) for i, row in zip(others, rows, strict=True))])
         return scored
 
     async def _prompt_logprobs(self, ids: tuple[int, ...]) -> list[dict[str, PromptLogprob] | None]:
         """Return for each token of a prompt it and the likeliest in its place, by their ids; None for the first."""
         engine, version, top = self._asked.engine, self._asked.version, self._body.prompt_logprobs
-        rows = await asyncio.to_thread(engine.score_top, ids[:1], ids[1:], version, top=top or 0)
+        score = partial(engine.score_top, ids[:1], ids[1:], version, top=top or 0)
+        rows = await self._asked.admissions.scored(score)
 
         def told(pairs: Sequence[tuple[int, float]]) -> dict[str, PromptLogprob]:
             texts = {id: token_text(id, self._tokenizer)[0] for id, _ in pairs}

@@ -209,7 +209,8 @@ class AnswerLog:
         self._ledger = ledger
         self._changed = threading.Condition()
         self._waiting: list[RolloutRecord] = []
-        self._busy = self._closed = False
+        self._asked = self._done = 0  # answers that were to be kept, and those of them that were written or given up
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     def keep(self, records: Sequence[RolloutRecord]) -> None:
@@ -218,6 +219,7 @@ class AnswerLog:
             if self._closed or len(self._waiting) + len(records) > MOST_WAITING:
                 return log.warning("%d answers are not kept: too many wait for the disk", len(records))
             self._waiting += records
+            self._asked += len(records)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write, name="groupwise-answers", daemon=True)
                 self._thread.start()
@@ -226,7 +228,8 @@ class AnswerLog:
     def flush(self, *, timeout_s: float = 10.0) -> None:
         """Wait until what was to be kept by now is on the disk."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
+            asked = self._asked  # by now: others go on asking
+            self._changed.wait_for(lambda: self._done >= asked, timeout_s)
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -243,7 +246,7 @@ class AnswerLog:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                records, self._waiting, self._busy = self._waiting, [], True
+                records, self._waiting = self._waiting, []
             try:
                 self._ledger.save_rollouts(records)
             except GroupwiseError as error:
@@ -251,5 +254,5 @@ class AnswerLog:
             except Exception:
                 log.exception("%d answers were not kept", len(records))
             with self._changed:
-                self._busy = False
+                self._done += len(records)
                 self._changed.notify_all()

@@ -6,7 +6,7 @@
                     (`roles`), 429 where it asks too often (`usage`); whose things it is about (`tenants`)
     phase           503 with `retry-after` while the model loads and while the server drains; /health always answers
     places          so many requests at once, so many waiting, then 429, and never all of one sender's, nor more of a
-                    key's than it may have (`places`); a body that is still arriving takes none
+                    key's than it may have (`places`); a body that is still arriving takes none; few uploads and merges
     bodies          counted while they are read, 413; a deadline while they arrive, 408; content encodings refused, 415;
                     so many bytes of long ones at once, so many uploads, and then they wait, and then 429
     deadline        no answer begun in time, 504
@@ -76,8 +76,8 @@ OPENAI_PREFIX = "/oai/api"  # where Tinker has OpenAI's routes
 QUERY_KEYS = {"key", "api_key", "api-key", "apikey", "token", "access_token"}
 STALL_S = 65.0  # how long a client may read nothing of its answer
 GRACE_S = 5.0  # routes have their own deadlines, with better messages
-UPLOADS = 2  # that are received or unpacked at once
-UPLOAD = "/v1/adapters/upload"
+UPLOADS = 2  # that are received or unpacked at once, merges among them: each keeps a thread that all routes share
+UPLOAD, MERGE = "/v1/adapters/upload", "/v1/adapters/merge"
 BODY_LIMITS = {
     UPLOAD: "upload_bytes",
     **dict.fromkeys(("/v1/train/grpo", "/v1/train/sft"), "train_body_bytes"),
@@ -315,14 +315,15 @@ class Guard:
         other's places, nor do uploads; health takes none. `size`: bytes that its body will have, if it is long."""
         kind = self._reads if scope["method"] in READS else self._writes
         places = self._watches if scope["path"].startswith(WATCHED) else kind
-        places = {POLLED: self._polls, UPLOAD: self._uploads}.get(scope["path"], places)
+        special = {POLLED: self._polls, UPLOAD: self._uploads, MERGE: self._uploads}
+        places = special.get(scope["path"], places)
 
         async def take(*, long: bool) -> None:
             if scope["path"] != OPEN:
                 caller = scope["state"]["caller"]
                 key = caller.key if places is self._writes and caller is not None else None
                 await held.enter_async_context(places.held(scope["state"]["sender"], key))
-            if long and places is not self._uploads:  # which are as large as they may be, and few
+            if long and scope["path"] != UPLOAD:  # which are as large as they may be, and few
                 await held.enter_async_context(self._long.held(size))
 
         return take

@@ -12,8 +12,10 @@ way when the bound is reached may end. A day's tokens and a minute's requests ar
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,10 +112,13 @@ class TenantStore(AdapterStore):
 
 def bytes_in(home: Path) -> int:
     """Return how many bytes a tenant keeps; what goes meanwhile does not count."""
-    total = 0
-    for path in (path for folder in COUNTED for path in (home / folder).rglob("*")):
-        try:
-            total += path.lstat().st_size if path.is_file() else 0
-        except OSError:
-            continue
+    total, folders = 0, [str(home / folder) for folder in COUNTED]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        total += entry.stat(follow_symlinks=False).st_size
     return total

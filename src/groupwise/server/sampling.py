@@ -12,10 +12,11 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -60,7 +61,10 @@ if TYPE_CHECKING:
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
 INTERACTIVE = 8  # a request for at most so many completions has a person waiting; one for more is a batch
+SCORE_THREADS = 16  # that wait while prompts are scored; those that all routes share are few, and do not
 IN_PERSON = 8  # requests of one address at once that are; what it sends besides gives way to others, as a batch does
+
+T = TypeVar("T")
 
 SAMPLING_ERRORS = (
     RequestError,
@@ -209,6 +213,7 @@ class Admissions:
         usage: counts what named keys use, and bounds it.
         gate: offers answers to a version that is on trial as a shadow; None without a gate.
         under_way: the number of requests for completions of each address. For the event loop.
+        scoring: the threads in which `scored` waits.
     """
 
     config: ServeConfig
@@ -220,6 +225,13 @@ class Admissions:
     usage: KeyUsage
     gate: Gatekeeper | None
     under_way: Counter[str] = field(default_factory=Counter)
+    scoring: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(SCORE_THREADS, "groupwise-score"), repr=False
+    )
+
+    async def scored(self, score: Callable[[], T]) -> T:
+        """Return what `score` asks of the engine, behind those that asked before."""
+        return await asyncio.wrap_future(self.scoring.submit(score))
 
     async def admit(
         self,

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a server, from the engine that samples to the logs that record. `assemble` makes all of them; no
-    part makes another."""
+    """The parts of a server, from the engine that samples to the logs that record, and `quotas`, what may be had and
+    kept. `assemble` makes all of them; no part makes another."""
 
     config: ServeConfig
     base: LoadedModel
@@ -58,6 +58,7 @@ class Parts:
     policies: Policies
     recorder: Recorder
     feedback: FeedbackLog
+    quotas: Quotas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,6 @@ class Server(Parts):
         responses: the answers of /v1/responses that are kept.
         answers: keeps answers, so that feedback can name them.
         paths: the directories of this machine that no answer names, and what stands in their place.
-        quotas: the limits on adapters and stored bytes.
         tenants: the tenants of the owner's server; None in a tenant's server, and in one without tenants.
         more: the state of other packages' routes (`more_routes.MoreRoutes.make`), by the package's name.
         trainer: makes jobs of feedback; None where the configuration has no `learn`.
@@ -89,7 +89,6 @@ class Server(Parts):
     responses: ResponseStore
     answers: AnswerLog
     paths: Mapping[str, str]
-    quotas: Quotas
     tenants: Tenants | None = None
     more: dict[str, Any] = field(default_factory=dict)
     trainer: FeedbackTrainer | None = None

@@ -147,6 +147,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Future[None]] = []
         self._overdue_since: float | None = None
+        self._swapping = asyncio.Lock()
         self._again_at: dict[str, float] = {}  # job -> when its swap, which failed for a passing reason, is tried again
         self._status = WorkerStatus()
         self.gate: Admits | None = None  # decides which of the owner's versions are swapped in; None: all of them
@@ -168,11 +169,13 @@ class Supervisor:
         for words in self._log_path.parent.glob("died-with-*.log"):
             if words.stat().st_mtime < time.time() - KEEP_SECONDS:  # the job is forgotten by now
                 words.unlink(missing_ok=True)
-        await _guarded(self._finish_published)
+        await _guarded(self._finish_tenants)
+        await _guarded(self._finish_owners)
         await _guarded(self._clean)
         self._tasks = [
             asyncio.ensure_future(self._keep_worker()),
-            asyncio.ensure_future(_every(self._poll_s, self._finish_published)),
+            asyncio.ensure_future(_every(self._poll_s, self._finish_owners)),
+            asyncio.ensure_future(_every(self._poll_s, self._finish_tenants)),
             asyncio.ensure_future(_every(5 * self._poll_s, self._kill_overdue)),
         ]
         if self._webhooks is not None:
@@ -284,8 +287,15 @@ class Supervisor:
 
     # --- swaps ---
 
-    async def _finish_published(self) -> None:
-        for job in await asyncio.to_thread(self._ledger.published_jobs):
+    async def _finish_owners(self) -> None:
+        await self._finish_published(lambda job: job.tenant == OWNER)
+
+    async def _finish_tenants(self) -> None:
+        """Finish those of tenants, which no gate judges: the owner's may be judged for minutes meanwhile."""
+        await self._finish_published(lambda job: job.tenant != OWNER)
+
+    async def _finish_published(self, wanted: Callable[[Job], bool]) -> None:
+        for job in filter(wanted, await asyncio.to_thread(self._ledger.published_jobs)):
             if self._again_at.get(job.id, 0.0) <= time.monotonic():
                 await self._finish(job)
 
@@ -310,9 +320,13 @@ class Supervisor:
 
     async def _finish(self, job: Job) -> None:
         """Activate what `job` published and complete it, or refuse it with the reason. A swap in which the server dies
-        has been begun and not ended, which the ledger counts."""
+        has been begun and not ended, which the ledger counts: one at a time, so that none is blamed for another."""
         if not await self._admitted(job):
             return
+        async with self._swapping:
+            await self._finish_admitted(job)
+
+    async def _finish_admitted(self, job: Job) -> None:
         if not await asyncio.to_thread(self._ledger.begin_swap, job.id):
             log.error("job %s is given up: servers died in its swap", job.id)
             return

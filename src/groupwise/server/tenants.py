@@ -43,7 +43,7 @@ from groupwise.server.tenant_engine import TenantEngine
 from groupwise.server.usage import KeyUsage, UsedByKey
 from groupwise.server.wire import documented
 from groupwise.store import files
-from groupwise.store.adapters import AdapterStore
+from groupwise.store.adapters import names_in
 from groupwise.store.feedback import FeedbackLog
 from groupwise.store.keys import KeyFile
 from groupwise.store.tenants import BETWEEN, OWNER, home_of, is_tenant, label, tenants_in
@@ -210,6 +210,7 @@ class Tenants:
             policies=policies,
             recorder=recorder,
             feedback=FeedbackLog(ledger),
+            quotas=quotas,
         )
 
     def _view(self, tenant: str, parts: Parts) -> Server:
@@ -234,7 +235,6 @@ class Tenants:
             responses=ResponseStore(),
             answers=answers,
             paths=server.paths,
-            quotas=Quotas(self.keys, tenant, parts.config.state_dir),
         )
 
 
@@ -347,7 +347,7 @@ def _listed(tenants: Tenants) -> dict[str, TenantShown]:
         home = home_of(state_dir, name)
         shown[name] = TenantShown(
             keys=[key.name for key in tenants.keys.of(name)],
-            adapters=[] if not (home / "adapters").is_dir() else list(AdapterStore(home / "adapters").names()),
+            adapters=names_in(home / "adapters"),
             bytes=bytes_in(home),
             jobs_waiting=counted.get(name, {}).get("queued", 0),
             jobs_running=counted.get(name, {}).get("running", 0),

@@ -98,6 +98,7 @@ class KeyUsage:
         self._days = files.read_json(path, _DAYS, hint=hint) or {}
         self._buckets: dict[str, _Bucket] = {}
         self._saved, self._lock = time.monotonic(), threading.Lock()
+        self._made = self._kept = 0  # texts of the counts: how many were made, and which was written last
 
     def check_rate(self, key: Key) -> None:
         """Count a request of a key, and raise RateLimitError if it is one too many."""
@@ -137,7 +138,7 @@ class KeyUsage:
         )
         if time.monotonic() - self._saved > SAVE_S:
             self._saved = time.monotonic()
-            threading.Thread(target=self.save, args=(self._text(),), name="usage").start()
+            threading.Thread(target=self._keep, args=self._text(), name="usage").start()
 
     def days(self) -> dict[str, dict[str, UsedByKey]]:
         """Return the usage by day and key's name, as counts; the latest day comes last."""
@@ -149,11 +150,17 @@ class KeyUsage:
             for kind in ("requests", "prompt_tokens", "completion_tokens"):
                 yield f"key_{kind}_today", {"key": name}, getattr(used, kind)
 
-    def save(self, text: str | None = None) -> None:
+    def save(self) -> None:
         """Write the counts. A disk that does not take them is told in the log: no request fails for it."""
+        self._keep(*self._text())
+
+    def _keep(self, number: int, text: str) -> None:
+        """Write what is newer than what was written: threads may come in another order than their counts."""
         try:
             with self._lock:
-                files.replace(self._path, text or self._text(), mode=0o600)
+                if number > self._kept:
+                    files.replace(self._path, text, mode=0o600)
+                    self._kept = number
         except OSError as error:
             log.warning("the usage of keys cannot be kept in %s: %s", self._path, error)
 
@@ -165,8 +172,10 @@ class KeyUsage:
                 del self._days[old]
         return self._days[today]
 
-    def _text(self) -> str:
-        return _DAYS.dump_json(self._days).decode()
+    def _text(self) -> tuple[int, str]:
+        """Return the counts as they are now, and which text of them this is."""
+        self._made += 1
+        return self._made, _DAYS.dump_json(self._days).decode()
 
 
 def _day() -> str:

@@ -60,6 +60,17 @@ class _State:
         return _State(tuple(activations), {**self.retired, version.name: number})
 
 
+def names_in(root: Path) -> list[str]:
+    """Return the adapters that have a version in a store, sorted, without opening it, which repairs it. Raises
+    StorageError if it cannot be read."""
+    found = list[str]()
+    with files.writing(f"reading the adapter store {root}"), suppress(FileNotFoundError):
+        for name in filter(files.is_name, os.listdir(root)):
+            with suppress(FileNotFoundError, NotADirectoryError):  # deleted just now
+                found += [name] if any(map(_VERSION.fullmatch, os.listdir(root / name))) else []
+    return sorted(found)
+
+
 class AdapterStore:
     """A directory of adapter versions. `warnings` says what the last recovery, or a damaged version, changed.
 
@@ -71,6 +82,7 @@ class AdapterStore:
         self.warnings: list[str] = []
         self._verified: set[PolicyVersion] = set()
         self._health: dict[PolicyVersion, str | None] = {}  # what `unhealthy` has read
+        self._jobs: dict[str, dict[PolicyVersion, str | None]] = {}  # what `version_of_job` has read, by adapter
         self._lists, self._infos = Unchanged[tuple[PolicyVersion, ...]](), Unchanged[AdapterInfo]()
         self._notes = Unchanged[Mapping[PolicyVersion, str]]()
         with files.writing(f"opening the adapter store {self.root}"):
@@ -269,10 +281,14 @@ class AdapterStore:
 
     def version_of_job(self, name: str, job: str) -> PolicyVersion | None:
         """Return the version of `name` that this job published. May be called while publishing."""
-        for version in reversed(self.versions(name)):
-            with suppress(AdapterError), files.writing(f"reading {version}"):  # damaged: whoever wants it will be told
-                if files.read_info(self._directory(version), version=version).job == job:
-                    return version
+        versions, known = self.versions(name), self._jobs.get(name, {})
+        self._jobs[name] = jobs = {version: known[version] for version in versions if version in known}
+        for version in reversed(versions):
+            if jobs.get(version, job) == job:  # others were read before: an adapter may have thousands
+                with suppress(AdapterError), files.writing(f"reading {version}"):  # damaged: who wants it will be told
+                    jobs[version] = files.read_info(self._directory(version), version=version).job
+                    if jobs[version] == job:
+                        return version
         return None
 
     def import_(self, source: Path | str, name: str, *, info: Provenance) -> PolicyVersion:
@@ -677,6 +693,7 @@ class AdapterStore:
         """Forget what this process has read of a version that is gone."""
         self._health.pop(version, None)
         self._verified.discard(version)
+        self._jobs.get(version.name, {}).pop(version, None)
         self._infos.forget(self._sidecar(version))
 
     def _sidecar(self, version: PolicyVersion) -> str:

@@ -419,18 +419,22 @@ def write_new(path: Path, text: str, *, mode: int = 0o666) -> None:
 @contextmanager
 def new_directory(target: Path, *, fault: str) -> Iterator[Path]:
     """Context manager: a directory to write into, which becomes `target` at the end, in place of one that is there; if
-    the block raises, `target` is as it was. Everything in it is on the disk before it has that name: what can be seen
-    is whole (`whole_directory`, should a crash come between). One writer at a time; `fault` names its
-    `faults.point`s."""
+    the block raises, `target` is as it was, and nothing else is left. Everything in it is on the disk before it has
+    that name: what can be seen is whole (`whole_directory`, should a crash come between). One writer at a time; `fault`
+    names its `faults.point`s."""
     staging = target.with_name(f"{STAGING}{target.name}")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(staging, ignore_errors=True)  # what a crash left
     staging.mkdir()
-    yield staging
-    for path in (*staging.rglob("*"), staging):
-        fsync(path)
-    faults.point(f"{fault}:before-rename")
-    replace_directory(staging, target)
+    try:
+        yield staging
+        for path in (*staging.rglob("*"), staging):
+            fsync(path)
+        faults.point(f"{fault}:before-rename")
+        replace_directory(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)  # a full disk is to have it back
+        raise
     faults.point(f"{fault}:after-rename")
 
 

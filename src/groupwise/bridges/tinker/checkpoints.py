@@ -20,7 +20,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -105,10 +105,11 @@ def check_checkpoint_name(name: str) -> None:
 
 
 class TinkerCheckpoints:
-    """The checkpoints of one state directory. Every method touches the disk: call it in a thread."""
+    """The checkpoints of one state directory. Every method touches the disk: call it in a thread. `admit` is called
+    before more is kept, and raises where nothing may be."""
 
-    def __init__(self, root: Path):
-        self._runs = root / "runs"
+    def __init__(self, root: Path, *, admit: Callable[[], None] = lambda: None):
+        self._runs, self._admit = root / "runs", admit
         self._writing = threading.Lock()
         for place in [*self._runs.glob(f"*/{WEIGHTS}/*/"), *self._runs.glob(f"*/{EXTERNAL_WEIGHTS}/*/")]:
             # what was being saved when the server ended
@@ -118,7 +119,9 @@ class TinkerCheckpoints:
                     shutil.rmtree(each, ignore_errors=True)
 
     def new_state(self, run: str, kind: str, name: str) -> Path:
-        """Return where the files of tinker://`run`/`kind`/`name` are to be written, before it is recorded."""
+        """Return where the files of tinker://`run`/`kind`/`name` are to be written, before it is recorded. Raises what
+        `admit` does."""
+        self._admit()
         return self._place(run, kind, name) / uuid4().hex
 
     def directory(self, checkpoint: Checkpoint) -> Path:

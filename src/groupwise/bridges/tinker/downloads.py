@@ -65,12 +65,13 @@ class Downloads:
         shutil.rmtree(root, ignore_errors=True)  # of another process, whose addresses are gone
 
     async def save_external(self, model: TrainedModel, body: bodies.SaveExternal) -> FutureResult:
-        """Return the adapter as it is now. Raises RequestError, ConflictError, StorageError."""
+        """Return the adapter as it is now. Raises RequestError, ConflictError, TenantFullError, StorageError."""
         check_checkpoint_name(body.path)
         recipients = _recipients(body.age_encryption_recipients or ())
         if await asyncio.to_thread(self._checkpoints.exists, model.id, EXTERNAL_WEIGHTS, body.path):
             raise ConflictError(f"there is a checkpoint {body.path!r} of this run", hint="choose another name")
-        directory = self._checkpoints.new_state(model.id, EXTERNAL_WEIGHTS, body.path)
+        new_state = self._checkpoints.new_state
+        directory = await asyncio.to_thread(new_state, model.id, EXTERNAL_WEIGHTS, body.path)
 
         def write(trainer: TrainingClient) -> None:
             with files.writing(f"writing the adapter of {model.id}"):

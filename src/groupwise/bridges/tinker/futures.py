@@ -56,7 +56,7 @@ def failure(error: Exception, *, without: str = "") -> FutureResult:
     if not isinstance(error, GroupwiseError):
         return answer(error="internal error: see the server's log", category="server")
     text = error.message + (f" ({error.hint})" if error.hint else "")
-    users = error.status < 500 or isinstance(error, TrainingError)
+    users = error.status < 500 or error.exit_code == 2 or isinstance(error, TrainingError)
     return answer(
         error=text.replace(without, "<state_dir>") if without else text,
         code=error.code,

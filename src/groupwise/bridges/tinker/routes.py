@@ -84,7 +84,7 @@ class Tinker:
         config = parts.config
         root = config.state_dir.absolute() / "tinker"
         self.parts = parts
-        self.checkpoints = TinkerCheckpoints(root)
+        self.checkpoints = TinkerCheckpoints(root, admit=parts.quotas.check_bytes)
         self.futures = Futures(most=config.tinker_pending, without=str(config.state_dir.absolute()))
         self.models = Models(
             parts.base, self.futures, self.checkpoints, config=config, make_room=self._end_silent_sessions

@@ -18,6 +18,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from groupwise.bridges.tinker.sessions import GO_ON, SessionGoneError
 from groupwise.bridges.tinker.training import Models, TrainedModel, tokenizer_of
 from groupwise.config.serve import ServeConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import ConflictError, GroupwiseError, OverloadedError, RequestError
+from groupwise.errors import ConflictError, DeadlineError, GroupwiseError, OverloadedError, RequestError
 from groupwise.model.image_tokens import is_of_image, vision_of
 from groupwise.model.load import load_model
 from groupwise.sampler import LiveEngine
@@ -44,6 +45,7 @@ from groupwise.server.errors import echo
 from groupwise.server.generate import Generation
 from groupwise.server.images import folder_of
 from groupwise.server.policies import Policies
+from groupwise.server.sampling import SCORE_THREADS
 from groupwise.server.state import Parts
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
@@ -107,6 +109,7 @@ class Samplers:
             max_loaded=parts.config.max_loaded_adapters,
         )
         self._served = _served(parts)
+        self._scoring = ThreadPoolExecutor(SCORE_THREADS, "groupwise-tinker-score")
         self.others = _other_models(parts, self._store)
         self._by_id: dict[str, SamplingSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -181,6 +184,7 @@ class Samplers:
     def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
+        self._scoring.shutdown(wait=False, cancel_futures=True)
         self._snapshots.close()
         for other in self.others.values():
             if other.engine is not self._parts.engine:
@@ -230,13 +234,18 @@ class Samplers:
             task.cancel()
 
     async def _sample(self, sampler: SamplingSession, body: bodies.SampleBody) -> FutureResult:
-        async with asyncio.timeout(self._parts.config.request_timeout_s):
-            request = await asyncio.to_thread(self._request, sampler, body)
-            while True:
-                try:
-                    return await self._sampled(sampler, body, request)
-                except OverloadedError:  # as many adapters as may be loaded are in use
-                    await asyncio.sleep(WAIT_S)
+        seconds = self._parts.config.request_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                request = await asyncio.to_thread(self._request, sampler, body)
+                while True:
+                    try:
+                        return await self._sampled(sampler, body, request)
+                    except OverloadedError:  # as many adapters as may be loaded are in use
+                        await asyncio.sleep(WAIT_S)
+        except TimeoutError as error:
+            message = f"the samples were not whole after {seconds:g} seconds (request_timeout_s)"
+            raise DeadlineError(message, hint="ask for fewer or shorter ones at once") from error
 
     async def _sampled(
         self, sampler: SamplingSession, body: bodies.SampleBody, request: Callable[[PolicyVersion], SamplingRequest]
@@ -244,7 +253,7 @@ class Samplers:
         version = None if sampler.version.is_base else str(sampler.version)
         async with sampler.policies.lease(adapter=version or "base") as leased:
             asked = request(leased)
-            scored = await asyncio.to_thread(_scored, sampler.engine, body, asked)
+            scored = await asyncio.wrap_future(self._scoring.submit(_scored, sampler.engine, body, asked))
             completions = await self._completions(sampler.engine, asked, scored=scored is not None)
         for completion in completions:
             self._models.masks.remember(asked.prompt_ids, completion)

@@ -5,7 +5,7 @@
 
 They train in threads of the server's process, at a lower priority than what is served: each in one of its own where the
 base is small, so that a micro-batch leaves room for others, and small micro-batches of several together
-(`train.together`); else all in one, one call at a time.
+(`train.together`); else all in one, one call at a time. Nothing waits for them in the threads that all routes share.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,8 @@ from groupwise.model.load import AdaptableModules, LoadedModel
 from groupwise.sdk import state
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of
-from groupwise.sdk.trainer import AdamParams, TrainingClient, TrainingService
+from groupwise.sdk.pending import Pending
+from groupwise.sdk.trainer import AdamParams, ForwardBackwardOutput, TrainingClient, TrainingService
 from groupwise.server.errors import echo
 from groupwise.store import files
 from groupwise.train.together import JointPasses
@@ -154,7 +156,7 @@ class Models:
         self._futures, self._checkpoints = futures, checkpoints
         self._by_id: dict[str, TrainedModel] = {}
         self._shared: TrainingService | None = None
-        self._lock = threading.Lock()
+        self._making = ThreadPoolExecutor(1, "groupwise-tinker")  # makes a model after another
 
     # -- which -----------------------------------------------------------------------------------------------------
 
@@ -195,6 +197,7 @@ class Models:
             self.drop(session)
         for service in services | ({self._shared} if self._shared else set()):
             service.close()
+        self._making.shutdown(wait=False, cancel_futures=True)
 
     def check_base(self, name: str | None) -> None:
         """Raise RequestError unless `name` is the model that is served, the one whose adapters there are."""
@@ -224,7 +227,7 @@ class Models:
         async def work() -> FutureResult:
             try:
                 await self._take_place(model, future)
-                model.client = await asyncio.to_thread(self._client, id, lora, seed=seed)
+                model.client = await self._made(id, lora, seed=seed)
                 if load is None:
                     return answer(type="create_model", model_id=id)
                 return await self._load(model, **load)
@@ -265,8 +268,9 @@ class Models:
         if stand_in(message, self._stable_reinforce) and not model.has_stand_in:
             model.has_stand_in = True
             log.warning("%s asks for %s, and trains %s", model.id, STABLE_REINFORCE, self._stable_reinforce)
-        run = self._forward if message.forward_only else self._backward
-        return FutureResult(await asyncio.to_thread(run, model.trainer, message), as_json=output_as_json)
+        config, data, pending = await asyncio.to_thread(self._begun, model.trainer, message)
+        told = await asyncio.to_thread(_told, message, data, config, await pending)
+        return FutureResult(told, as_json=output_as_json)
 
     async def optim_step(self, model: TrainedModel, body: bodies.OptimStep) -> FutureResult:
         if (gap := model.turns.forgive()) is not None:
@@ -288,7 +292,7 @@ class Models:
         check_checkpoint_name(name)
         if not body.overwrite and await asyncio.to_thread(self._checkpoints.exists, model.id, WEIGHTS, name):
             raise ConflictError(f"there is a checkpoint {name!r} of this run", hint="set overwrite, or another name")
-        directory = self._checkpoints.new_state(model.id, WEIGHTS, name)
+        directory = await asyncio.to_thread(self._checkpoints.new_state, model.id, WEIGHTS, name)
         await self.in_training(model, lambda trainer: state.save(trainer.learner, directory, extra={}))
         saved = self.checkpoint(model, WEIGHTS, name, body, state=directory.name)
         await asyncio.to_thread(self._checkpoints.record, saved)
@@ -327,7 +331,7 @@ class Models:
     async def write_adapter(self, saved: Checkpoint, directory: Path) -> None:
         """Write the adapter of a state, as PEFT has it. Raises StorageError, and ConfigError for another base
         model's."""
-        client = await asyncio.to_thread(self._client, f"{saved.path} to take away", saved.lora)
+        client = await self._made(f"{saved.path} to take away", saved.lora)
 
         def write() -> None:
             client.load_now(self._checkpoints.directory(saved))
@@ -346,27 +350,30 @@ class Models:
         trainer = model.trainer
         return await trainer.service.submit(lambda: work(trainer))
 
+    async def _made(self, name: str, lora: Mapping[str, Any], *, seed: int = 0) -> TrainingClient:
+        """Return a new policy, made behind those that are asked for already."""
+        return await asyncio.wrap_future(self._making.submit(self._client, name, lora, seed=seed))
+
     # -- in threads ------------------------------------------------------------------------------------------------
 
     def _client(self, name: str, lora: Mapping[str, Any], *, seed: int = 0) -> TrainingClient:
         spec = LoraSpec(rank=lora["rank"], alpha=ALPHA, targets=targets_of(lora, self.base.adaptable))
-        with self._lock:
-            service = self._shared
-            if service is None:
-                service = TrainingService(self.base, threads=self._threads, passes=self._passes)
-                service.submit(_lower_priority).result()
-            try:
-                client = service.create_training_client(name=name, lora=spec, seed=seed)
-            except BaseException as error:
-                if service is not self._shared:
-                    service.close()
-                if isinstance(error, ConfigError) and spec.targets != "all-linear":
-                    kind = type(self.base.model).__name__
-                    wrong = f"{kind} does not name its attention and its MLP as Llama does ({', '.join(spec.targets)})"
-                    raise RequestError(wrong, hint="leave train_attn and train_mlp true") from None
-                raise
-            if not client.learner.computes_alone:
-                self._shared = service
+        service = self._shared
+        if service is None:
+            service = TrainingService(self.base, threads=self._threads, passes=self._passes)
+            service.submit(_lower_priority).result()
+        try:
+            client = service.create_training_client(name=name, lora=spec, seed=seed)
+        except BaseException as error:
+            if service is not self._shared:
+                service.close()
+            if isinstance(error, ConfigError) and spec.targets != "all-linear":
+                kind = type(self.base.model).__name__
+                wrong = f"{kind} does not name its attention and its MLP as Llama does ({', '.join(spec.targets)})"
+                raise RequestError(wrong, hint="leave train_attn and train_mlp true") from None
+            raise
+        if not client.learner.computes_alone:
+            self._shared = service
         return client
 
     async def _load(self, model: TrainedModel, *, saved: Checkpoint, optimizer: bool) -> FutureResult:
@@ -380,15 +387,14 @@ class Models:
             ) from None
         return answer(type="load_weights", path=saved.path, model_id=model.id)
 
-    def _forward(self, trainer: TrainingClient, message: Any) -> bytes:
+    def _begun(
+        self, trainer: TrainingClient, message: Any
+    ) -> tuple[Mapping[str, float], list[Datum], Pending[ForwardBackwardOutput]]:
+        """Return the loss's numbers, the data, and what is computed of them: no thread waits for it."""
         config, data = loss_config(message), self._datums(message)
-        rows = trainer.forward(data).result().logprobs
-        if message.loss_fn == CROSS_ENTROPY:
-            weights = [datum.loss_fn_inputs["weights"] for datum in data]
-            loss = -sum(w * p for row, ws in zip(rows, weights, strict=True) for p, w in zip(row, ws, strict=True) if w)
-        else:
-            loss = float(datum_loss(data, [torch.tensor(row) for row in rows], message.loss_fn, config)[0])
-        return encode_output(rows, wire_metrics({}, loss=loss), widths_of(message))
+        if message.forward_only:
+            return config, data, trainer.forward(data)
+        return config, data, trainer.forward_backward(data, message.loss_fn, config)
 
     def _datums(self, message: Any) -> list[Datum]:
         data = datums_of(message, vision=vision_of(self.base.tokenizer), most=self.base.context_length)
@@ -400,14 +406,20 @@ class Models:
             for i, (given, datum) in each
         ]
 
-    def _backward(self, trainer: TrainingClient, message: Any) -> bytes:
-        config = loss_config(message)
-        data = self._datums(message)
-        output = trainer.forward_backward(data, message.loss_fn, config).result()
-        metrics = wire_metrics(
-            _metrics(data, output.logprobs, message.loss_fn, config), loss=output.metrics.get("loss/policy", 0.0)
-        )
-        return encode_output(output.logprobs, metrics, widths_of(message))
+
+def _told(message: Any, data: Sequence[Datum], config: Mapping[str, float], output: ForwardBackwardOutput) -> bytes:
+    """Return the answer to a request whose result is there."""
+    rows = output.logprobs
+    if not message.forward_only:
+        metrics = _metrics(data, rows, message.loss_fn, config)
+        told = wire_metrics(metrics, loss=output.metrics.get("loss/policy", 0.0))
+        return encode_output(rows, told, widths_of(message))
+    if message.loss_fn == CROSS_ENTROPY:
+        weights = [datum.loss_fn_inputs["weights"] for datum in data]
+        loss = -sum(w * p for row, ws in zip(rows, weights, strict=True) for p, w in zip(row, ws, strict=True) if w)
+    else:
+        loss = float(datum_loss(data, [torch.tensor(row) for row in rows], message.loss_fn, config)[0])
+    return encode_output(rows, wire_metrics({}, loss=loss), widths_of(message))
 
 
 def _metrics(
