@@ -159,6 +159,35 @@ def test_an_engine_that_ran_out_of_memory_goes_on(make_base, monkeypatch: pytest
         assert ids_of(engine.generate(requests())) == expected
 
 
+def test_rows_that_found_no_memory_are_free_again(make_base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a request that had some rows already, and was to get more, too; and none twice."""
+    with closing(LocalEngine(make_base("qwen3", dtype=torch.float64), lanes=1, max_rows=4)) as engine:
+        prepare, calls = KeyValueCache.prepare, []
+
+        def full(cache: KeyValueCache, *args: object, **options: object) -> None:
+            calls.append(engine._budget.free)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no memory")
+            prepare(cache, *args, **options)
+
+        monkeypatch.setattr(KeyValueCache, "prepare", full)
+        lengths = (3, 9)
+        asked = [
+            SamplingRequest(
+                prompt_ids=(1, 2, 3 + at),
+                n=3,
+                version=PolicyVersion.base(),
+                params=SamplingParams(max_tokens=length, seed=at, ignore_eos=True),
+            )
+            for at, length in enumerate(lengths)
+        ]
+        with raises(EngineError):
+            engine.generate(asked)
+        assert len(calls) == 2 and engine._budget.free == 4
+        assert all(len(group) == 3 for group in engine.generate(asked))
+        assert engine._budget.free == 4
+
+
 def test_an_engine_without_work_gives_back_the_memory_of_its_rows(monkeypatch):
     """After a while; and what is asked next is answered as before."""
     monkeypatch.setattr(local, "REST_S", 0.2)

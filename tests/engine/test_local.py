@@ -665,6 +665,24 @@ def held(engine: LocalEngine) -> tuple[threading.Event, threading.Event]:
     return reached, proceed
 
 
+def test_a_closed_engine_keeps_nobody_waiting(open_engine):
+    """Whoever wants a lane to do something is told, as those are who submit."""
+    engine, told = open_engine(), list[str]()
+    engine.generate([request()])
+    engine.close()
+
+    def ask() -> None:
+        try:
+            engine.replace(BASE, BASE, recompute=False)
+        except GroupwiseError as error:
+            told.append(error.code)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(10)
+    assert len(told) == 1
+
+
 def test_closing_fails_who_waits(open_engine):
     engine = open_engine(max_rows=1)
     reached, proceed = held(engine)

@@ -392,6 +392,50 @@ def test_concurrency_bounds_what_is_sampled_at_once(engine):
     assert len(overlapped(chosen, 4, interval=4)) == 4 and 1 < most <= 3
 
 
+def test_concurrency_bounds_a_round_too(engine):
+    """On-policy as well: what a step needs is sampled in smaller rounds, in the order of the prompts."""
+    pace = {"prompts_per_step": 5, "steps": 2, "refill": 2.0, "concurrency": 2}
+    chosen, at_once = batches(engine, ["mixed", "flat"] * 8, pace), list[int]()
+
+    async def watched(group: RolloutGroup) -> RolloutGroup:
+        at_once.append(sum(flight.group is None for flight in chosen._in_flight))
+        return await by_kind(group)
+
+    chosen._score = watched
+    first, second = on_policy(chosen, 2)
+    assert max(at_once) == 2
+    assert numbers(first.sampled) == list(range(9)) and numbers(first.groups) == [0, 2, 4, 6, 8]
+    assert numbers(second.groups) == [10, 12, 14, 0, 2]
+
+
+def test_what_cannot_be_begun_while_sampling_runs_ahead_ends_the_run():
+    """An engine that takes no request any more, say: the step that waits for the group is told."""
+
+    class FailsLater(Delayed):
+        def begin(self, prompts, **options):
+            if self.begun:
+                raise RuntimeError("nothing is begun any more")
+            return super().begin(prompts, **options)
+
+    pace = Pace(prompts_per_step=2, steps=4, staleness=3, in_rounds=False, concurrency=1)
+    listed = [Prompt(id=f"p{i}", text="=", columns={"kind": "mixed", "delay": 0, "number": i}) for i in range(8)]
+    chosen = Batches(
+        source=PromptSource(listed, shuffle=False),
+        play=FailsLater(),
+        score=by_kind,
+        context_length=64,
+        params=SamplingParams(),
+        group_size=2,
+        pace=pace,
+    )
+
+    async def run() -> None:
+        await asyncio.wait_for(one_step(chosen), 5)
+
+    with pytest.raises(RuntimeError, match="nothing is begun"):
+        asyncio.run(run())
+
+
 # ---- groups and prompts that come back ----
 
 

@@ -46,3 +46,15 @@ def test_what_was_not_chosen_among_several_is_evaluated_once(tmp_path: Path) -> 
         result = run(tmp_path / name, notes, steps=1, **evaluation)
         assert "evaluated again" not in notes.getvalue()
         assert not load_evaluations(result.run_dir, result.steps, again=True)
+
+
+def test_where_all_parameters_are_trained_the_last_is_kept_and_reported(tmp_path: Path) -> None:
+    """There are no other weights: what the result says is of the model that was saved."""
+    notes = io.StringIO()
+    train = {"steps": 2, "learning_rate": 0.1, "warmup_steps": 0, "lora": None}
+    settings = config(tmp_path, eval=SAMPLED, train=train, dtype="float32")
+    result = run_loop(settings, display=LineDisplay(2, stream=notes))
+    before, after = (evaluations["sampled"] for evaluations in (result.before, result.after))
+    assert before.mean() > after.mean(), "a rate that spoils the policy: the best is the one before"
+    assert result.version == result.newest == after.version and not result.version.is_base
+    assert "base was the best, and" in notes.getvalue() and "evaluated again" not in notes.getvalue()

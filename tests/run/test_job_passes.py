@@ -66,7 +66,7 @@ def test_where_passes_would_differ_each_has_the_processors_for_itself(base, plac
 
 
 def test_a_learner_that_cannot_join_has_the_processors_for_itself(base, place, monkeypatch):
-    monkeypatch.setattr("groupwise.run.job_passes.may_join", lambda model: False)
+    monkeypatch.setattr("groupwise.train.together.may_join", lambda model: False)
     assert halts(learner(base, place), of_tokens(20))
 
 

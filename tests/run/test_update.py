@@ -124,3 +124,27 @@ def test_an_anchor_that_is_asked_for_stays():
     assert loss_of(own, max_tokens=8, dropout=True).anchor == "old"
     assert loss_of(asked, max_tokens=8, dropout=True).anchor == "behaviour"
     assert GrpoJobConfig(lora_dropout=0.05).loss(recorded=True).anchor == "old"
+
+
+def test_an_adapted_kl_keeps_its_weight_where_demonstrations_alone_are_trained(tmp_path: Path):
+    """Every completion is cut and masked, and the best of each group is learned by cross-entropy."""
+    given = config(
+        tmp_path,
+        rollout={"prompts_per_step": 8, "group_size": 4, "max_tokens": 1},
+        rewards=[{"function": "running_jobs:says_a"}],
+        algo={"kl": "k3", "kl_coeff": 0.1, "kl_target": 0.01, "mask_truncated": True},
+        teacher={"self": True, "loss": "sft", "best": 1},
+        train={"steps": 1},
+    )
+    result = run_loop(given, display=LineDisplay(1, stream=io.StringIO()))
+    (line,) = read_metrics(result.run_dir / "metrics.jsonl")
+    assert result.trained and "kl/mean" not in line and line["kl/coeff"] == 0.1
+    assert line["rollout/truncated_frac"] == 1.0 and line["teacher/demonstrations"] > 0
+
+
+def test_what_a_step_trains_is_told_by_the_second(tmp_path: Path):
+    """`perf/*` of both kinds of tokens, those that were sampled and those that were trained."""
+    result = run_loop(config(tmp_path, train={"steps": 1}), display=LineDisplay(1, stream=io.StringIO()))
+    (line,) = read_metrics(result.run_dir / "metrics.jsonl")
+    assert line["perf/train_tok_s"] == pytest.approx(line["train/tokens"] / line["time/train_s"])
+    assert line["perf/sample_tok_s"] == pytest.approx(line["rollout/tokens"] / line["time/rollout_s"])

@@ -244,6 +244,38 @@ def test_failed_episodes_enter_no_statistic(engine, starter):
     assert group.prompt.messages == ({"role": "user", "content": "1+1="},)
 
 
+@pytest.mark.parametrize("fails", ["engine", "cancelled"])
+def test_environments_are_closed_where_the_first_turn_never_came(starter_engine, starter, fails: str):
+    """Begun and never played: an engine that fails, or a run that ends, leaves none of them open."""
+    made: list[Echo] = []
+
+    def make() -> Echo:
+        made.append(Echo())
+        return made[-1]
+
+    class Never(Counting):
+        async def sample(self, requests):
+            if fails == "engine":
+                raise RuntimeError("the engine is gone")
+            await asyncio.sleep(30)
+
+    episodes = EpisodeRollouts(Never(starter_engine), starter.tokenizer, factory(make), config())
+
+    async def run() -> None:
+        given = play_all(episodes, cases({}), seeds=[0], n=3, params=SamplingParams(max_tokens=6), version=BASE)
+        task = asyncio.ensure_future(given)
+        while not all("reset" in each.calls for each in made) or len(made) < 3:
+            await asyncio.sleep(0.001)
+        if fails == "cancelled":
+            await asyncio.sleep(0.01)
+            task.cancel()
+        await task
+
+    with pytest.raises(RuntimeError if fails == "engine" else asyncio.CancelledError):
+        asyncio.run(run())
+    assert [each.calls for each in made] == [["reset", "close"]] * 3
+
+
 def test_what_is_given_up_is_over():
     """When one fails, the others are cancelled before the failure is raised."""
     over = []

@@ -10,7 +10,7 @@ import torch
 from learner_cases import GROUPS, LORA, SPECS, assert_same, gradients, on_policy, parameters
 
 from groupwise.algo.loss import resolve_loss
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, TrainingError
 from groupwise.train.learner import Learner
 from wording import raises
 
@@ -65,6 +65,36 @@ def test_the_gradient_of_every_reduction(make_learner, make_samples, monkeypatch
         stream.accumulate(part, spec)
     stream.finish(learning_rate=0.0)
     assert_same(seen[0], expected)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_part_that_fails_in_its_midst_leaves_no_gradient(make_learner, make_samples, before: int):
+    """As the first of a step it may come again; after another, whose gradient it has spoilt, no step is made."""
+    learner, spec = make_learner(threads=1, micro_tokens=12), SPECS["grpo"]
+    first, second = make_samples(GROUPS[:2], seed=1), make_samples(GROUPS[2:], seed=2)
+    shown: list[int] = []
+
+    def fails(batch, logprobs_N) -> None:
+        shown.append(len(logprobs_N))
+        if len(shown) == 2:
+            raise ValueError("a bug")
+
+    stream, start = learner.begin_step(), parameters(learner)
+    for _ in range(before):
+        stream.accumulate(first, spec)
+    with pytest.raises(ValueError, match="a bug"):
+        stream.accumulate(second, spec, on_logprobs=fails)
+    if before:
+        with raises(TrainingError):
+            stream.apply(learning_rate=0.1)
+        assert_same(parameters(learner), start, atol=0)
+        stream.accumulate(first, spec)
+    stream.accumulate(second, spec)
+    found = gradients(learner)
+    whole = learner.begin_step()
+    for part in (*[first] * before, second):
+        whole.accumulate(part, spec)
+    assert_same(found, gradients(learner), atol=0)
 
 
 def gradients_of(learner: Learner) -> list[torch.Tensor]:

@@ -371,6 +371,20 @@ def test_dropout(make_learner, make_samples):
     assert not all(torch.allclose(a, b) for a, b in zip(grads[0], gradients(plain), strict=True))
 
 
+def test_dropout_acts_after_a_forward_that_failed(make_learner, make_samples, monkeypatch):
+    learner, samples = make_learner(lora=LORA.model_copy(update={"dropout": 0.5})), make_samples(GROUPS)
+
+    def full(*_, **__) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    assert learner.model.training
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.strategy, "logprobs", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            learner.forward(samples)
+    assert learner.model.training
+
+
 # ---- saving ----
 
 

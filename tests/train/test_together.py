@@ -249,6 +249,16 @@ def test_a_loss_that_raises_is_left_out(base, make_samples):
     assert place.counts.failed == 0 and place.counts.passes == 1
 
 
+def test_a_reference_without_its_adapter_does_not_decide_who_joins(base, make_samples):
+    """A run looks at the reference before it trains. With DoRA its adapter is nothing that joins, off or on."""
+    place = JointPasses()
+    made = learner(base, 0, place, lora=LoraSpec(rank=2, targets=["q_proj"], use_dora=True))
+    samples = make_samples([(5, (6, 4))])
+    made.forward(samples, reference=True)
+    made.forward_backward(samples, SPECS["grpo"])
+    assert (place.counts.passes, place.counts.failed) == (0, 0)
+
+
 def test_who_computes_alone(make_base, make_samples):
     """Large micro-batches, and learners of anything but plain LoRA over a small model with the lean backbone."""
     base, place = make_base("qwen3", dtype=torch.float32, context=512), JointPasses()

@@ -48,7 +48,7 @@ class EvalConfig(Section):
     your own function of the completion's text (docs/evaluation.md)."""
     best: Mode | Literal["loss"] | None = None
     """Keep and report the version with the best mean reward in this mode, or with kind sft and dpo and `loss` the one
-    of the least loss on held-out rows; null is the last version."""
+    of the least loss on held-out rows; null is the last version, as is what is kept with `train.lora: null`."""
     patience: int = Field(default=0, ge=0)
     """Stop after this many evaluations without a new best; 0 never stops."""
     show: int = Field(default=4, ge=0)

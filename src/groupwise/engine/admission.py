@@ -15,10 +15,16 @@ MOST_HELD = 512  # tokens that a row holds of a conversation; or as many as its 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that gets `n` rows, with nothing of its prompt cached."""
+    """A request that gets `n` rows, with nothing of its prompt cached. `before` of its completions had rows already."""
 
     job: PendingRequest
     n: int
+    before: int
+
+    @property
+    def missing(self) -> int:
+        """Return how many of the `n` it has not been given yet."""
+        return self.n - (self.job.started - self.before)
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,11 @@ def admitted(job: PendingRequest, n: int, past: tuple[Kept, int] | None) -> Admi
     """Combine a request with what `known_of` found in the cache; too long a private part becomes an opening of its
     own."""
     if past is None:
-        return Admitted(job, n)
+        return Admitted(job, n, job.started)
     kept, known = past
     if kept.own and len(job.request.prompt_ids) - kept.shared > max(MOST_HELD, kept.shared):
         kept = kept.folded()
-    return GoingOn(job, n, kept, known)
+    return GoingOn(job, n, job.started, kept, known)
 
 
 def known_of(job: PendingRequest, cache: PrefixCache) -> tuple[Kept, int] | None:

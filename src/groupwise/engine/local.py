@@ -643,7 +643,10 @@ class LocalEngine(Scores):
         """Run `function` in the lane's thread, between two steps and before what is submitted later."""
         future: Future[Any] = Future()
         with self._wakeup:
-            lane.calls.append((function, future))
+            if self._closing:  # nobody would run it
+                future.set_exception(GroupwiseError("the engine is closed"))
+            else:
+                lane.calls.append((function, future))
             self._wakeup.notify_all()
         return future
 

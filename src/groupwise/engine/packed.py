@@ -449,8 +449,8 @@ class PackedDecoder(DecodedRows):
 
     def clear(self) -> list[PendingRequest]:
         """Free everything after a failure. Returns the requests that had rows, or were being given some."""
-        begun = [each for each in self._admitted if not any(row.job is each.job for row in self.rows.owners)]
-        for job, n in [*((each.job, each.n) for each in begun), *((row.job, 1) for row in self.rows.owners)]:
+        held = [*((each.job, each.missing) for each in self._admitted), *((row.job, 1) for row in self.rows.owners)]
+        for job, n in held:
             self.shared.budget.give(job, n)
         taken = [each.job for each in self._admitted] + [row.job for row in self.rows.owners]
         self.cache.release()  # memory may be what was missing

@@ -245,8 +245,8 @@ class Batches:
     def _capacity_now(self) -> int:
         """Return how many prompts may be begun now."""
         room, concurrency = self._capacity_until(self._due) - len(self._in_flight), self._pace.concurrency
-        if self._pace.in_rounds:
-            return 0 if self._in_flight else room
+        if self._pace.in_rounds and self._in_flight:
+            return 0
         flying = sum(flight.group is None for flight in self._in_flight)
         return room if concurrency is None else min(room, concurrency - flying)
 
@@ -271,18 +271,18 @@ class Batches:
             flight.task = asyncio.create_task(self._fly(flight, flight.played))
 
     async def _fly(self, flight: _InFlight, played: Awaitable[RolloutGroup]) -> None:
-        """Wait for the group and score it."""
+        """Wait for the group and score it; then begin those that there is room for now."""
         try:
             group = await played
             started = time.monotonic()
             flight.group = await self._score(group)
             self._guard.scored(flight.group, started=started)
+            if not self._pace.in_rounds:
+                self._admit()
         except Exception as error:
             self._guard.lost = error
         finally:
             self._news.set()
-        if not self._pace.in_rounds:
-            self._admit()
 
     def _next_done(self) -> _InFlight | None:
         """Return the next group to use, if it is there: the oldest that is, whose use makes no older one too late."""

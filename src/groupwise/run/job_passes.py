@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from groupwise.model.packing import MicroBatch, packed_tokens
-from groupwise.train.together import JOIN_TOKENS, Joined, JointPasses, may_join
+from groupwise.train.together import JOIN_TOKENS, Joined, JointPasses
 
 if TYPE_CHECKING:
     from groupwise.train.learner import Learner
@@ -32,7 +32,7 @@ class JobPasses(Joined):
 
     def shard(self, learner: Learner) -> None:
         super().shard(learner)
-        self._joins = learner.packed and may_join(learner.model)
+        self._joins = learner.packed and self._may[learner.model]
 
     def announced(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
         if verb not in PASSES:

@@ -48,10 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """The result of a run: its directory, its policy (the best version where `eval.best` asks for it, else the last),
-    the evaluations before it and of that policy (empty without `eval`), and the version that `promote` made active, if
-    any. `newest` is the last version, `trained` whether a step changed the policy, and `out_of_patience` whether
-    `eval.patience` ended the run. `loaded_by` is the class of transformers that loads the base model."""
+    """The result of a run: its directory, its policy (the best version where `eval.best` asks for it and an adapter is
+    trained, else the last), the evaluations before it and of that policy (empty without `eval`), and the version that
+    `promote` made active, if any. `newest` is the last version, `trained` whether a step changed the policy, and
+    `out_of_patience` whether `eval.patience` ended the run. `loaded_by` is the class of transformers that loads the
+    base model."""
 
     run_dir: Path
     version: PolicyVersion

@@ -202,7 +202,10 @@ class TrainingRun:
         """Write a step down and show it."""
         collected = self.parts.batches.collected
         with_advantage = {id(plain): group for plain, group in zip(collected.groups, trained, strict=True)}
-        metrics = {**metrics, **time_metrics(metrics, {"step": time.monotonic() - self._started})}
+        seconds = {"step": time.monotonic() - self._started}
+        if "time/train_s" in metrics:  # now with what was trained in them
+            seconds["train"] = metrics["time/train_s"]
+        metrics = {**metrics, **time_metrics(metrics, seconds)}
         self.tracking.log(step, metrics)
         self.tracking.rollouts(step, [with_advantage.get(id(group), group) for group in collected.sampled])
         self.display.step(step, metrics)
@@ -291,9 +294,13 @@ class TrainingRun:
     async def conclude(self, step: int) -> tuple[PolicyVersion, Evaluations, Evaluations]:
         """Return the run's policy after `step`, which is made active unless `promote` decides what is, the evaluations
         before the run and of that policy: where it was chosen among several by the evaluations (`eval.best`) one by
-        other seeds, as the draws that made it the best were lucky ones. The trackers are told."""
-        version = self._best.version or self.policy.newest
+        other seeds, as the draws that made it the best were lucky ones. Where all parameters are trained it is the
+        last, as there are no weights of others. The trackers are told."""
+        version, newest = self._best.version or self.policy.newest, self.policy.newest
         if self.parts.learner.lora is None:
+            if version != newest:
+                self.display.note(f"{version} was the best, and {newest} is kept: all parameters are trained")
+            version = newest
             self.parts.learner.save_adapter(self._model_dir())
         elif self.promotion is None:
             self.policy.activate(version)
@@ -310,8 +317,8 @@ class TrainingRun:
         """Return the evaluation of the version that was chosen by its evaluation, by seeds that did not choose it;
         nothing where there was no choice, or by the loss of held-out rows."""
         config = self.plan.config.eval
-        chosen = config is not None and config.best in config.modes and len(self._evaluated) > 1
-        if config is None or not chosen or (self.parts.learner.lora is None and version != self.policy.newest):
+        several = config is not None and config.best in config.modes and len(self._evaluated) > 1
+        if not several or version != self._best.version:
             return {}
         step = self._evaluated[version]
         if not (result := load_evaluations(self.run_dir, step, again=True)):

@@ -13,6 +13,7 @@ gradient is the one of the whole step. `run/loop.py` calls this; sampling, scori
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -228,7 +229,7 @@ class StepUpdate:
         metrics |= kl | {"optim/lr": rate}
         if adaptive is not None:
             metrics["kl/coeff"] = adaptive.coeff
-            adaptive.update(metrics["kl/mean"])
+            adaptive.update(metrics.get("kl/mean", math.nan))  # unknown where demonstrations alone are trained
         return metrics
 
     @property

@@ -50,7 +50,8 @@ class PolicyError(Exception):
 
 @dataclass(kw_only=True, eq=False)
 class Player:
-    """An episode in progress. `begin` resets the environment, `play` plays it to its end.
+    """An episode in progress. `begin` resets the environment, `play` plays it to its end and closes it; whoever has
+    begun one that is not played calls `close`.
 
     Args:
         make: an instance of the environment; called in the episode's own thread.
@@ -72,6 +73,7 @@ class Player:
     error: str | None = None
     error_kind: str | None = None
     _env: Any = None
+    _closed: bool = False
     _thread: OwnThread = field(default_factory=OwnThread)
     _state: str | None = None  # in which the policy speaks next
     _calls: int = 0
@@ -111,7 +113,7 @@ class Player:
         except GroupwiseError as error:
             self._fail(error)
         finally:
-            await self._close()
+            await self.close()
         return priced(self._rollout(stop, reward), self.config)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -262,7 +264,11 @@ class Player:
     def _fail(self, error: GroupwiseError) -> None:
         self.error, self.error_kind = told_of(self.name, error), error.kind
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Close the environment, and end the episode's thread; once, however often it is called."""
+        if self._closed:
+            return
+        self._closed = True
         close = getattr(self._env, "close", None)
         try:
             if callable(close):

@@ -159,9 +159,13 @@ class EpisodeRollouts:
             players = [
                 self._player(prompt, seed=seed, number=number, params=params, version=version) for number in range(n)
             ]
-            await asyncio.gather(*(player.begin() for player in players))
-            first = await self._first_turns(players, seed=seed, params=params, version=version)
-            rollouts = await together([_played(each, said, party) for each, said in zip(players, first, strict=True)])
+            try:
+                await together([player.begin() for player in players])
+                first = await self._first_turns(players, seed=seed, params=params, version=version)
+                played = [_played(each, said, party) for each, said in zip(players, first, strict=True)]
+                rollouts = await together(played)
+            finally:  # also those whose first turn failed, or was given up
+                await asyncio.gather(*(player.close() for player in players))
         seen = next((player.opening for player in players if player.opening is not None), None)
         if seen is not None:
             ids = seen.turns[0].prompt_ids if seen.turns else ()

@@ -21,11 +21,15 @@ sum of two gradients cannot be taken apart again. That combination is refused.
 
 What is a statistic of the whole batch before the loss, such as the advantages of `batch_std`, is the caller's to
 know. The parameters do not change before `apply`, so the anchor of the first optimizer step holds for all parts.
+
+A part that fails in its midst may have added some of its gradient. As the first of a step it leaves nothing behind and
+may come again; after others, whose gradient it has spoilt, the step is not made: `apply` says so and forgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -73,6 +77,7 @@ class AccumulatedStep:
     def _start(self) -> None:
         self._parts: list[Metrics] = []
         self._spec: LossSpec | None = None  # of the parts; None: a custom loss, which is a sum
+        self._spoilt = False  # there may be some of the gradient of a part that failed
         self.tokens = self.rows = self.calls = 0
 
     def accumulate(
@@ -98,15 +103,16 @@ class AccumulatedStep:
         """
         check_adds_up(spec)
         self._check_divisor(spec)
-        metrics = self._learner.forward_backward(
-            samples,
-            spec,
-            temperature=self._temperature,
-            old_logprobs=old_logprobs,
-            reference_logprobs=reference_logprobs,
-            totals=_ONE_TOKEN,
-            on_logprobs=on_logprobs,
-        )
+        with self._adding():
+            metrics = self._learner.forward_backward(
+                samples,
+                spec,
+                temperature=self._temperature,
+                old_logprobs=old_logprobs,
+                reference_logprobs=reference_logprobs,
+                totals=_ONE_TOKEN,
+                on_logprobs=on_logprobs,
+            )
         tokens = count_loss_tokens(samples) if tokens is None else tokens
         rows = count_sequences(samples, by_prompt=spec.by_prompt)
         self._count(metrics, spec, tokens=tokens, rows=rows)
@@ -120,7 +126,8 @@ class AccumulatedStep:
         """Run forward and backward of a function of the log-probabilities (`Learner.forward_backward_custom`), which
         counts as a sum over `tokens` loss tokens. Raises ConfigError after parts whose loss is a mean."""
         self._check_divisor(None)
-        metrics = self._learner.forward_backward_custom(samples, loss_fn, temperature=self._temperature)
+        with self._adding():
+            metrics = self._learner.forward_backward_custom(samples, loss_fn, temperature=self._temperature)
         self._count(metrics, None, tokens=tokens, rows=len(samples))
         return metrics
 
@@ -131,11 +138,18 @@ class AccumulatedStep:
             normalization: what a sum of losses is divided by, its loss tokens or its rows; None: by nothing.
 
         Raises:
-            TrainingError: nothing was accumulated; and as `Learner.optim_step`.
+            TrainingError: nothing was accumulated, or a part failed in its midst; and as `Learner.optim_step`.
             ConfigError: a loss that is a mean already would be divided again; what was accumulated is still there.
         """
         if not self.calls:
             raise TrainingError("nothing was accumulated since the last step", hint="call forward_backward first")
+        if self._spoilt:
+            self.forget()
+            raise TrainingError(
+                "a forward_backward since the last step failed in its midst, so that the gradient has some of it: no "
+                "step was made, and the gradient is forgotten",
+                hint="send the whole batch again",
+            )
         self._learner.divide_gradients(self._divisor(normalization))
         self._start()
         return self._learner.optim_step(learning_rate=learning_rate)
@@ -155,6 +169,19 @@ class AccumulatedStep:
         """Discard what has been accumulated."""
         self._learner.zero_grad()
         self._start()
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Context manager: a part is being added to the gradient."""
+        before = self._learner.accumulated
+        try:
+            yield
+        except Exception:
+            if not self.calls:
+                self._learner.zero_grad()
+            elif self._learner.accumulated != before or self._learner.lora is None:  # or a backward ended in its midst
+                self._spoilt = True
+            raise
 
     def _count(self, metrics: Metrics, spec: LossSpec | None, *, tokens: int, rows: int) -> None:
         self._parts.append(metrics)

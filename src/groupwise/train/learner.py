@@ -70,7 +70,7 @@ from groupwise.model.vision import train_parts
 from groupwise.train.accumulated_step import AccumulatedStep
 from groupwise.train.forward import of_tokens_alone
 from groupwise.train.lanes import ThreadedMicroBatches, is_light
-from groupwise.train.lora import adapter_as, add_lora, load_lora, router_parameters, save_lora
+from groupwise.train.lora import adapter_as, add_lora, load_lora, router_parameters, save_lora, without_dropout
 from groupwise.train.optimizer import OptimStepResult, make_optimizer
 from groupwise.train.reference import Reference, ReferenceSpec
 from groupwise.train.schedule import learning_rate_at
@@ -177,7 +177,7 @@ class Learner:
         self.shuffle = random.Random(seed)
         self.steps = 0  # optimizer steps that were applied
         self.refused_steps = self._refused_in_a_row = 0
-        self._accumulated = 0  # micro-batches since the last optimizer step
+        self.accumulated = 0  # micro-batches whose gradients were added since the last optimizer step
 
     @property
     def device(self) -> torch.device:
@@ -209,13 +209,12 @@ class Learner:
         mine = self.strategy.share(samples)
         out: list[tuple[float, ...]] = [()] * len(mine)
         lanes, batches = self._cut(unmasked([samples[row] for row in mine]))
-        training = self.model.training
-        self.model.eval()  # no dropout
-        for batch, logprobs_N in self._frozen(batches, temperature, lanes=lanes, reference=reference):
+        with without_dropout(self.model):
+            known = self._frozen(batches, temperature, lanes=lanes, reference=reference)
+        for batch, logprobs_N in known:
             values = iter(logprobs_N.tolist())
             for row, sample in zip(batch.rows, batch.samples, strict=True):
                 out[row] = tuple(next(values) if predicted else math.nan for predicted in sample.mask)
-        self.model.train(training)
         return self.strategy.gathered(mine, out, total=len(samples))
 
     @verb
@@ -414,7 +413,7 @@ class Learner:
     def zero_grad(self) -> None:
         """Forget what has been accumulated."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._accumulated = 0
+        self.accumulated = 0
 
     @verb
     def divide_gradients(self, by: float) -> None:
@@ -691,7 +690,7 @@ class Learner:
             if reads_reference:
                 batches = [batch for batch, _ in work]
                 work = [*self._frozen(batches, temperature, lanes=lanes, reference=True)]
-            items: Iterator[Item] = enumerate(work, self._accumulated)
+            items: Iterator[Item] = enumerate(work, self.accumulated)
 
             def parts(item: Item) -> Iterable[PassedBatch]:
                 in_parts = apart and lanes == 1
@@ -701,7 +700,7 @@ class Learner:
                 self._lanes.map(parts, items, lanes=lanes)
             ):
                 self._add(gradients)
-                self._accumulated += 1
+                self.accumulated += 1
                 told.append(metrics)
                 if on_logprobs is not None:
                     on_logprobs(batch, logprobs_N)

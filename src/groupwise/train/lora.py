@@ -261,6 +261,17 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
+def without_dropout(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: nothing is dropped, whatever becomes of what is computed; then the model is as it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
 def adapter_as(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None) -> Iterator[None]:
     """Context manager: the adapter has these weights (`read_lora`) in the place of its own; None: it is off."""
     if tensors is None:

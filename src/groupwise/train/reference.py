@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from groupwise.config.algo import ReferenceKind
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.train.lora import adapter_off
+from groupwise.train.lora import adapter_off, without_dropout
 
 _KEY = "reference."
 
@@ -112,13 +112,12 @@ class Reference:
             with adapter_off(self._model):
                 yield self._model
         else:
-            training = self._model.training
             self._swap()
             try:
-                yield self._model.eval()
+                with without_dropout(self._model):
+                    yield self._model
             finally:
                 self._swap()
-                self._model.train(training)
 
     def _swap(self) -> None:
         for i, parameter in enumerate(self._parameters):

@@ -242,6 +242,11 @@ class Joined(SingleProcess):
             self._place.try_with(base)
         return super().tree(base, all_parameters=all_parameters)
 
+    def shard(self, learner: Learner) -> None:
+        """Find out whether the learner can be in a joint pass, while its adapter is on."""
+        super().shard(learner)
+        self._may[learner.model] = may_join(learner.model)
+
     def logprobs(
         self, model: PreTrainedModel, batch: MicroBatch, *, temperature: float, packed: bool
     ) -> tuple[Tensor, Tensor]:
@@ -265,11 +270,7 @@ class Joined(SingleProcess):
     def _fits(self, model: PreTrainedModel, batch: MicroBatch) -> bool:
         if not 0 < len(batch.input_ids_S) <= JOIN_TOKENS or torch.is_autocast_enabled("cpu"):
             return False
-        if self._place.why_not is not None:
-            return False
-        if model not in self._may:
-            self._may[model] = may_join(model)
-        return self._may[model]
+        return self._place.why_not is None and self._may.get(model, False)
 
 
 def may_join(model: PreTrainedModel) -> bool:
