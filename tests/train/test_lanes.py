@@ -50,6 +50,23 @@ def test_one_at_a_time_has_one_of_torchs_threads_where_there_could_be_more_at_a_
         torch.set_num_threads(before)
 
 
+def test_when_an_error_is_raised_nothing_computes_any_more():
+    """The reference puts the policy's weights back then, which what still computed would read."""
+    begun, computing = threading.Barrier(2), threading.Event()
+
+    def work(item: int) -> None:
+        begun.wait()
+        if item == 0:
+            raise ValueError("the first")
+        computing.set()
+        time.sleep(0.1)
+        computing.clear()
+
+    with pytest.raises(ValueError):
+        list(ThreadedMicroBatches(2).map(work, range(2), lanes=2))
+    assert not computing.is_set()
+
+
 def test_an_error_is_raised_and_nothing_more_is_begun():
     begun = []
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -39,7 +39,8 @@ class ThreadedMicroBatches:
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item], *, lanes: int) -> Iterator[Result]:
         """`function` of each item, in order, `lanes` at a time; with one, in the calling thread, and where there could
-        be more with one of torch's threads as well."""
+        be more with one of torch's threads as well. Where one fails nothing computes any more when its error is raised:
+        the caller may change the weights."""
         if lanes < 2:
             with torch_threads(1 if self.most > 1 else torch.get_num_threads()):
                 yield from map(function, items)
@@ -57,6 +58,7 @@ class ThreadedMicroBatches:
         finally:
             for future in begun:
                 future.cancel()
+            wait(begun)
 
 
 @contextmanager
