@@ -116,7 +116,15 @@ def gate(trials: int) -> None:
             naive = rate(trials, lambda r, n=n, d=draw, w=width: bootstrap_passes(r, d(r, n, -margin), margin, w), n, 9)
             rows.append((name, n, worse, naive, equal, better))
     table(
-        ("differences", "prompts", "worse by the margin", "... by a bootstrap", "as good", "better by the margin"), rows
+        (
+            "how they differ",
+            "prompts",
+            "worse by the margin: passes",
+            "... by a bootstrap",
+            "equally good: passes",
+            "better by the margin: passes",
+        ),
+        rows,
     )
 
 
@@ -126,9 +134,9 @@ def looks(trials: int) -> None:
     print(f"\nVersions that are all worse by the margin, {margin}, each judged on the same prompts (3 in 10 differ).")
     rows = []
     ways: Mapping[str, Callable[[int, int], float]] = {
-        "each at the full error": lambda look, of: ALPHA,
-        "equal parts (`promote`)": lambda look, of: ALPHA / of,
-        "parts without an end (`gate`)": lambda look, of: share_of_error(ALPHA, look),
+        "the full error for each": lambda look, of: ALPHA,
+        "equal shares (`promote`)": lambda look, of: ALPHA / of,
+        "shares for any number of versions (`gate`)": lambda look, of: share_of_error(ALPHA, look),
     }
     for versions, n in ((20, 100), (20, 400), (100, 400)):
         for name, part in ways.items():
@@ -161,12 +169,15 @@ def looks(trials: int) -> None:
         rows.append(
             (
                 f"{versions} on {n}",
-                f"with {n} more to `confirm`",
+                f"`confirm` on {n} more prompts",
                 rate(trials // 4, confirmed, n),
                 rate(trials, late, n),
             )
         )
-    table(("versions, prompts", "error", "one of the worse passes", "the last, if better by 0.1, passes"), rows)
+    table(
+        ("versions, prompts", "error of each test", "a worse version passes", "a last version, better by 0.1, passes"),
+        rows,
+    )
 
 
 def yardstick(trials: int) -> None:
@@ -181,9 +192,9 @@ def yardstick(trials: int) -> None:
         return passes(new.astype(float) - old, margin)
 
     rows = [
-        ("what made the luckiest of them the best", rate(trials, lambda r: compared(r, again=False), 1)),
-        ("new draws of it for each version", rate(trials, lambda r: compared(r, again=True), 1)),
-        ("(no version before it)", rate(trials, lambda r: compared(r, again=True), 2)),
+        ("the old samples of the luckiest version", rate(trials, lambda r: compared(r, again=False), 1)),
+        ("new samples of it, for each test", rate(trials, lambda r: compared(r, again=True), 1)),
+        ("(the first version, without any before it)", rate(trials, lambda r: compared(r, again=True), 2)),
     ]
     table(("compared with", "it passes"), rows)
 
@@ -234,7 +245,7 @@ def trials_of(trials: int) -> None:
             name = f"{config.margin:g} at {config.share:.0%}, at most {needed} ratings"
             rows.append((name, f"{old:g}", f"{new:g}", *shares, round(sum(n for _, n in ends) / trials)))
     print("\nThe canary: up votes of the active version and of the new one.")
-    head = ("margin and share", "active", "new", "goes live", "rolled back", "not known", "ratings, mean")
+    head = ("canary", "active", "new", "goes live", "rolled back", "not known", "ratings, mean")
     table(head, rows)
 
     shadow, version, active = ShadowConfig(), PolicyVersion("a", 2), PolicyVersion("a", 1)
@@ -268,7 +279,7 @@ def raters(trials: int) -> None:
 
     print("\nRaters: how many are distrusted, by how many known prompts they have rated.")
     rows = [(f"{agrees:.2f}", *found(agrees)) for agrees in (0.9, 0.8, 0.7, 0.6, 0.5, 0.25, 0.1, 0.0)]
-    table(("agrees", *map(str, counts)), rows)
+    table(("agrees with the rewards", *map(str, counts)), rows)
 
 
 def habits(trials: int) -> None:
@@ -294,16 +305,17 @@ def habits(trials: int) -> None:
         raise AssertionError("it has an end")
 
     for persons, run in ((20, 1), (20, 10), (200, 10), (20, 0)):
-        for each, words in ((True, "each rating counts"), (False, "what one says in a row counts once")):
+        for each, words in ((True, "each rating counts"), (False, "ratings in a row count once")):
             ends = [
                 [end(np.random.default_rng([i, persons, run]), persons, run, drop, each=each) for i in range(trials)]
                 for drop in (0.0, canary.margin)
             ]
             shares = [of.count(what) / trials for of in ends for what in ("promote", "roll back")]
-            met = f"{run} in a row" if run else "all of one version"
+            met = f"{run} in a row" if run else "all for one version"
             rows.append((f"{persons}, {met}", words, *shares))
     print(f"\nPersons with habits, margin {canary.margin:g} at {canary.share:.0%}, at most 4000 ratings:")
-    table(("persons, ratings", "", "as good: live", "rolled back", "worse by the margin: live", "rolled back"), rows)
+    head = ("raters, ratings", "counted", "equally good: goes live", "rolled back", "worse by the margin: goes live")
+    table((*head, "rolled back"), rows)
 
 
 HOSTILE: Mapping[str, Callable[[Random, bool, float], float]] = {
@@ -312,7 +324,7 @@ HOSTILE: Mapping[str, Callable[[Random, bool, float], float]] = {
     "always up for the new": lambda random, is_new, vote: float(is_new),
     "always down for the new": lambda random, is_new, vote: float(not is_new),
     "always up": lambda random, is_new, vote: 1.0,
-    "by chance": lambda random, is_new, vote: float(random.random() < 0.5),
+    "random": lambda random, is_new, vote: float(random.random() < 0.5),
 }
 
 
@@ -363,7 +375,7 @@ def best(trials: int) -> None:
             again.append((random.random(n) < chance).mean() - chance.mean())
         rows.append((n, versions, float(np.mean(chosen)), float(np.mean(again))))
     print("\nEqual versions: the reported mean reward less the true one, of the version with the best evaluation.")
-    table(("prompts", "evaluations", "of the evaluation that chose it", "evaluated again"), rows)
+    table(("prompts", "evaluations", "error of the evaluation that chose it", "error when evaluated again"), rows)
 
 
 # ---- health ----
@@ -371,9 +383,9 @@ STEPS, EVERY, PROMPTS, GROUP, HELD_OUT = 200, 20, 32, 8, 128
 Metrics = dict[str, float]
 LEARNS = {  # the share of right answers at first and at last, and in how many steps most of it is learned
     "learns quickly": (0.35, 0.9, 60.0),
-    "slowly": (0.3, 0.7, 200.0),
-    "little is right": (0.06, 0.2, 150.0),
-    "stays as it is": (0.7, 0.7, 1.0),
+    "learns slowly": (0.3, 0.7, 200.0),
+    "few right answers": (0.06, 0.2, 150.0),
+    "does not change": (0.7, 0.7, 1.0),
 }
 
 
@@ -516,97 +528,103 @@ def lengths(first: float, last: float, count: int = 40, **others: float) -> Call
 
 SICK: Mapping[str, tuple[str, Callable[[Random], list[Metrics]]]] = {
     "env.failed": ("10 % of episodes fail", steady(env__failed_frac=(0.1, 0.02))),
-    "env.tool_errors": ("70 % of calls fail", steady(env__tool_error_frac=(0.7, 0.1))),
-    "env.no_calls": ("no call in 40 steps", steady(env__tool_calls=0.0, env__tools=2.0)),
+    "env.tool_errors": ("70 % of tool calls fail", steady(env__tool_error_frac=(0.7, 0.1))),
+    "env.no_calls": ("no tool call in 40 steps", steady(env__tool_calls=0.0, env__tools=2.0)),
     "policy.fell_apart": (
-        "reward from 0.3 to 0.01, nothing ends",
+        "reward falls from 0.3 to 0.01, no completion ends",
         joined(
             means([0.3] * 5 + [0.01] * 20),
             lambda r: [{"rollout/truncated_frac": 0.05 + 0.9 * (i > 4)} for i in range(25)],
         ),
     ),
     "policy.fell_silent": (
-        "reward from 0.3 to 0.01, a tenth as long",
+        "reward falls from 0.3 to 0.01, completions a tenth as long",
         joined(means([0.3] * 5 + [0.01] * 20), lambda r: [{"rollout/len_mean": 50 if i < 5 else 5} for i in range(25)]),
     ),
     "preference.unlikely": (
-        "chosen ones lose 0.3 nats",
+        "chosen completions lose 0.3 nats",
         steady(preference__chosen_gain=(-0.3, 0.05), preference__margin=0.2),
     ),
-    "preference.no_signal": ("half of the pairs are told apart", steady(preference__accuracy=(0.5, 0.03))),
-    "reward.stuck_zero": ("mean reward 0.02", means([0.02] * 60)),
+    "preference.no_signal": ("half of the pairs are ordered correctly", steady(preference__accuracy=(0.5, 0.03))),
+    "reward.stuck_zero": ("mean reward stays at 0.02", means([0.02] * 60)),
     "reward.exploited": (
-        "one reward's part from 0.5 to 0.1, the total up",
+        "one reward falls from 0.5 to 0.1, the total rises",
         joined(
             means(line(0.5, 0.1, 60), "reward/right/part"),
             lambda r: [{"reward/mean": 0.5 + 0.01 * i + r.normal(0, 0.01)} for i in range(60)],
         ),
     ),
-    "reward.silent": ("one reward is 0", steady(reward__form__mean=0.0)),
-    "reward.error_rate": ("10 % fail", steady(rollout__error_frac=(0.1, 0.02))),
-    "reward.not_applicable": ("half have none", steady(rollout__excluded_frac=(0.5, 0.05))),
-    "teacher.unlike": ("3 nats a token", steady(teacher__kl=(3.0, 0.3))),
-    "reward.gamed": ("held-out from 0.7 to 0.4, the trained reward up", evaluated(line(0.7, 0.4, 8), rises=True)),
+    "reward.silent": ("one reward is always 0", steady(reward__form__mean=0.0)),
+    "reward.error_rate": ("10 % of scores fail", steady(rollout__error_frac=(0.1, 0.02))),
+    "reward.not_applicable": ("half of the completions have no score", steady(rollout__excluded_frac=(0.5, 0.05))),
+    "teacher.unlike": ("teacher and policy differ by 3 nats a token", steady(teacher__kl=(3.0, 0.3))),
+    "reward.gamed": (
+        "held-out reward falls from 0.7 to 0.4, the trained reward rises",
+        evaluated(line(0.7, 0.4, 8), rises=True),
+    ),
     "reward.hack_suspect": (
-        "twice as long in 40 steps, held-out flat",
+        "twice as long after 40 steps, held-out reward flat",
         joined(lengths(40, 90), steady(40, eval__sampled__reward=0.5)),
     ),
-    "reward.noise": ("30 % differ", steady(reward__right__noise=(0.3, 0.05))),
-    "reward.dominated": ("a share of 0.05", steady(reward__form__share=(0.05, 0.01))),
-    "reward.falling": ("from 0.6 to 0.25 in 40 steps", means(line(0.6, 0.25))),
-    "reward.lost": ("from 0.7 to 0.3 in 60 steps", means([*line(0.3, 0.7, 40), *line(0.7, 0.3, 60)])),
+    "reward.noise": ("30 % of equal completions get different rewards", steady(reward__right__noise=(0.3, 0.05))),
+    "reward.dominated": ("one reward has a share of 0.05", steady(reward__form__share=(0.05, 0.01))),
+    "reward.falling": ("reward falls from 0.6 to 0.25 in 40 steps", means(line(0.6, 0.25))),
+    "reward.lost": ("reward falls from 0.7 to 0.3 in 60 steps", means([*line(0.3, 0.7, 40), *line(0.7, 0.3, 60)])),
     "reward.flat": (
-        "0.5 for 120 steps",
+        "reward stays at 0.5 for 120 steps",
         joined(means([0.5] * 120), steady(120, reward__frac_zero_std=0.2, optim__lr=1e-5)),
     ),
-    "eos.missing": ("nothing ends", steady(rollout__truncated_frac=1.0)),
-    "len.clipped": ("40 % are cut", steady(rollout__truncated_frac=(0.4, 0.03))),
-    "env.limits": ("95 % are ended", steady(env__limit_frac=(0.95, 0.02))),
-    "len.monotone_max": ("twice as long in 30 steps, 15 % cut", lengths(40, 80, 30, rollout__truncated_frac=0.15)),
-    "len.collapse": ("a quarter as long in 25 steps, reward flat", joined(lengths(60, 15, 25), means([0.4] * 25))),
-    "policy.one_token": ("85 % are one token", steady(rollout__top_token_frac=(0.87, 0.02))),
-    "entropy.collapse": ("0.005 nats", steady(loss__entropy=(0.005, 0.001))),
+    "eos.missing": ("no completion ends", steady(rollout__truncated_frac=1.0)),
+    "len.clipped": ("40 % of completions are cut", steady(rollout__truncated_frac=(0.4, 0.03))),
+    "env.limits": ("limits end 95 % of episodes", steady(env__limit_frac=(0.95, 0.02))),
+    "len.monotone_max": ("twice as long after 30 steps, 15 % cut", lengths(40, 80, 30, rollout__truncated_frac=0.15)),
+    "len.collapse": ("a quarter as long after 25 steps, reward flat", joined(lengths(60, 15, 25), means([0.4] * 25))),
+    "policy.one_token": ("87 % of tokens are one token", steady(rollout__top_token_frac=(0.87, 0.02))),
+    "entropy.collapse": ("entropy 0.005 nats", steady(loss__entropy=(0.005, 0.001))),
     "entropy.high": (
-        "2 nats, rising",
+        "entropy 2 nats, rising",
         lambda r: [{"loss/entropy": 2 + 0.01 * i + r.normal(0, 0.03)} for i in range(60)],
     ),
-    "kl.high": ("0.8 nats", steady(kl__mean=(0.8, 0.1))),
-    "kl.exploded": ("20 nats", steady(loss__kl=(20.0, 3.0))),
-    "policy.destroyed": ("0.4 nats", steady(1, final__logprob_drop=(0.4, 0.03))),
-    "clip.high": ("40 % clipped", steady(loss__clip_frac=(0.4, 0.03))),
-    "eval.regress": ("held-out from 0.7 to 0.5 in 8 evaluations", evaluated([0.5, 0.6, 0.7, *line(0.7, 0.5, 8)])),
+    "kl.high": ("KL 0.8 nats", steady(kl__mean=(0.8, 0.1))),
+    "kl.exploded": ("KL 20 nats", steady(loss__kl=(20.0, 3.0))),
+    "policy.destroyed": ("trained tokens lose 0.4 nats", steady(1, final__logprob_drop=(0.4, 0.03))),
+    "clip.high": ("40 % of tokens clipped", steady(loss__clip_frac=(0.4, 0.03))),
+    "eval.regress": (
+        "held-out reward falls from 0.7 to 0.5 in 8 evaluations",
+        evaluated([0.5, 0.6, 0.7, *line(0.7, 0.5, 8)]),
+    ),
     "group.solved": (
         "90 % of groups solved",
         joined(
             means(line(0.4, 0.97, 60)), steady(60, reward__frac_zero_std=0.9, reward__frac_best=0.95, reward__max=1.0)
         ),
     ),
-    "group.same_answer": ("60 % alike", steady(rollout__frac_same=(0.65, 0.05))),
-    "group.zero_std": ("90 % teach nothing", steady(reward__frac_zero_std=(0.9, 0.03))),
+    "group.same_answer": ("65 % of groups give one answer", steady(rollout__frac_same=(0.65, 0.05))),
+    "group.zero_std": ("90 % of groups have equal rewards", steady(reward__frac_zero_std=(0.9, 0.03))),
     "adv.skip_ratio": (
         "half of the steps have no group",
         lambda r: [{"rollout/groups_trained": float(r.random() < 0.5)} for _ in range(40)],
     ),
-    "data.too_long": ("20 % of prompts", steady(data__too_long_frac=(0.2, 0.05))),
+    "data.too_long": ("20 % of prompts are too long", steady(data__too_long_frac=(0.2, 0.05))),
     "grad.nan": ("one step refused", steady(1, optim__refused=1.0)),
-    "loss.nan": ("one loss", steady(1, loss__policy=math.nan)),
-    "grad.explode": ("a norm of 30", steady(optim__grad_norm=(30.0, 5.0))),
-    "grad.zero_streak": ("no gradient", steady(optim__grad_norm=0.0)),
+    "loss.nan": ("one loss is not a number", steady(1, loss__policy=math.nan)),
+    "grad.explode": ("a gradient norm of 30", steady(optim__grad_norm=(30.0, 5.0))),
+    "grad.zero_streak": ("the gradient is 0", steady(optim__grad_norm=0.0)),
     "lr.zero": ("learning rate 0", steady(optim__lr=0.0)),
-    "mismatch.logp": ("0.2 nats", steady(mismatch__logprob_diff_mean=(0.2, 0.03))),
+    "mismatch.logp": ("0.2 nats a token", steady(mismatch__logprob_diff_mean=(0.2, 0.03))),
     "mismatch.on_policy": (
-        "0.05 nats on-policy",
+        "0.05 nats a token, on-policy",
         steady(mismatch__logprob_diff_mean=(0.05, 0.005), rollout__staleness_max=0.0),
     ),
-    "mismatch.dropped": ("three tokens", steady(1, mismatch__dropped_tokens=3.0)),
-    "sampling.kept_mass": ("40 %", steady(sampling__kept_mass=(0.4, 0.03))),
-    "is.min": ("0.05", steady(mismatch__ratio_min=(0.05, 0.01))),
-    "is.clipped_frac": ("30 %", steady(mismatch__capped_frac=(0.3, 0.03))),
-    "staleness.max": ("12 steps", steady(rollout__staleness_max=12.0)),
-    "selection.short": ("5 % shorter", steady(rollout__selection_len=(-0.05, 0.01))),
-    "selection.long": ("5 % longer", steady(rollout__selection_len=(0.05, 0.01))),
-    "selection.reward": ("0.2 deviations", steady(rollout__selection_reward=(0.2, 0.03))),
-    "sync.slow": ("8 s", steady(time__sync_s=(8.0, 1.0))),
+    "mismatch.dropped": ("three tokens dropped", steady(1, mismatch__dropped_tokens=3.0)),
+    "sampling.kept_mass": ("40 % of the mass kept", steady(sampling__kept_mass=(0.4, 0.03))),
+    "is.min": ("a ratio of 0.05", steady(mismatch__ratio_min=(0.05, 0.01))),
+    "is.clipped_frac": ("30 % of tokens capped", steady(mismatch__capped_frac=(0.3, 0.03))),
+    "staleness.max": ("12 steps stale", steady(rollout__staleness_max=12.0)),
+    "selection.short": ("trained completions 5 % shorter", steady(rollout__selection_len=(-0.05, 0.01))),
+    "selection.long": ("trained completions 5 % longer", steady(rollout__selection_len=(0.05, 0.01))),
+    "selection.reward": ("trained rewards off by 0.2 deviations", steady(rollout__selection_reward=(0.2, 0.03))),
+    "sync.slow": ("a sync takes 8 s", steady(time__sync_s=(8.0, 1.0))),
 }
 
 
@@ -634,7 +652,7 @@ def health(trials: int) -> None:
         errors = max(sum(each.get(rule.id) == "error" for each in of) / runs for of in alarms.values())
         rows.append((f"`{rule.id}`", *(f"{each:.2f}" for each in (*false, errors)), name, f"{power:.2f}"))
     print(f"\nShares of {runs} healthy runs of {STEPS} steps in which a rule ever held, and of {sick} sick ones:")
-    table(("rule", *LEARNS, "as an error, at most", "sick", "found"), rows)
+    table(("rule", *LEARNS, "as an error, at most", "fault", "found"), rows)
     rest = [sum(any(id != "reward.flat" for id in each) for each in of) / runs for of in alarms.values()]
     print(f"\nAny rule but `reward.flat`: {', '.join(f'{each:.2f}' for each in rest)}")
 

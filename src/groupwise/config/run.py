@@ -164,21 +164,21 @@ class EnvConfig(Section):
     side of an episode; an agent or a harness all of it, and asks the policy through an API."""
 
     environment: Text | None = None
-    """`module:Class`; the module may stand beside the config file. Either this ..."""
+    """`module:Class`, perhaps of a module in the configuration's folder. Give this, `agent` or `harness`."""
     agent: Text | None = None
-    """... or `module:function` (or a class): a program that plays an episode by itself with an OpenAI client ..."""
+    """`module:function` (or a class): a function that plays an episode by itself, with an OpenAI client."""
     harness: HarnessConfig | None = None
-    """... or a command: a program that is started for each episode, in a workspace that is scored (section below)."""
+    """A command: a program that is started for each episode, in a workspace that is scored."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or function."""
     workers: int = Field(default=2, ge=0, le=1024)
-    """Processes that environments live in, many episodes in each, replaced when lost; 0: in this one, unprotected."""
+    """Processes that run environments, many episodes in each, replaced when lost; 0: the run's own, unprotected."""
     max_turns: int = Field(default=8, ge=1, le=4096)
-    """Turns of the policy in an episode."""
+    """Most turns of the policy in an episode."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the policy may say in an episode; null is as many as its turns allow (`rollout.max_tokens` each)."""
+    """Most tokens that the policy may sample in an episode; null: `rollout.max_tokens` in each turn."""
     max_tool_calls: int | None = Field(default=None, ge=1)
-    """Tool calls in an episode; null does not count them."""
+    """Most tool calls in an episode; null sets no limit."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that an episode may take, sampling included."""
     step_timeout_s: float = Field(default=30.0, gt=0)
@@ -186,15 +186,15 @@ class EnvConfig(Section):
     concurrency: int = Field(default=256, ge=1, le=65536)
     """Episodes played at once."""
     lockstep: bool = False
-    """Sample turns in rounds, those of all episodes together: the same bytes for a seed, at the pace of the slowest."""
+    """Sample the turns of all episodes in rounds: equal seeds give equal bytes, at the pace of the slowest episode."""
     train_turns: Literal["all", "first"] = "all"
-    """`all` trains every turn; `first` the first one only, as three-method environments did elsewhere."""
+    """`all` trains every turn, `first` only the first one of each episode."""
     on_error: Literal["exclude", "zero", "stop"] = "exclude"
-    """An episode in which the environment fails: left out of its group, reward 0, or the end of the run."""
+    """If the environment fails: leave the episode out of its group, give it the reward 0, or end the run."""
     max_characters: int = Field(default=200_000, ge=1)
     """Longest message that an environment may send at once."""
     stop_at_cut: bool = True
-    """A turn cut at `rollout.max_tokens` ends the episode; false passes it on as it is."""
+    """A turn that is cut at `rollout.max_tokens` ends the episode; false passes the cut message to the environment."""
 
     @model_validator(mode="after")
     def _one_player(self) -> EnvConfig:
