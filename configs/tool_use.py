@@ -1,4 +1,4 @@
-"""A word problem with a calculator that may be called: the environment of tool-use-4b.yaml."""
+"""The environment of tool-use-4b.yaml: word problems, with a calculator as a tool."""
 
 import ast
 import operator

@@ -1,10 +1,10 @@
-"""The live loop against a running server: sample -> score -> train -> wait, and the next round is the better policy's.
+"""The live loop against a running server: sample, score, train, wait; the next round samples from the improved policy.
 
     groupwise serve                      # in another terminal; downloads nothing
     python live_loop.py                  # sums, which the starter half knows
-    python live_loop.py --text-only      # posts texts and rewards, nothing else, as one would with curl
+    python live_loop.py --text-only      # posts only texts and rewards, as with curl
 
-Only `score` knows the task: put your own verifier there, and your own questions in `problems`.
+To change the task, put your own verifier into `score` and your own questions into `problems`.
 """
 
 import argparse

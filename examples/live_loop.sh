@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The live loop with curl: sample -> score -> train -> wait, and the next round is the better policy's.
+# The live loop with curl: sample, score, train, wait; the next round samples from the improved policy.
 #
 #   groupwise serve                        # in another terminal
 #   bash examples/live_loop.sh             # ROUNDS=3 URL=http://host:8420 OUTPUT_NAME=sums by default
 #
-# Only curl and python3 are needed; python3 makes the questions, scores the replies and picks fields out of the JSON.
+# It needs only curl and python3; python3 makes the questions, scores the replies and reads fields of the JSON.
 set -euo pipefail
 
 URL=${URL:-${GROUPWISE_URL:-http://127.0.0.1:8420}}

@@ -1,10 +1,10 @@
-"""GRPO by hand: the whole algorithm over four verbs, `sample`, `forward_backward`, `optim_step` and `save_state`.
+"""GRPO by hand: the whole algorithm with four verbs, `sample`, `forward_backward`, `optim_step` and `save_state`.
 
     python examples/loop_by_hand.py               # the starter learns sums in half a minute; downloads nothing
     python examples/loop_by_hand.py --steps 5 --log-path runs/mine
 
-The same command again goes on from the last saved state. Put your own model, questions and verifier in the first three
-definitions, and your own algorithm in `step`: nothing else knows it. docs/sdk.md explains the verbs.
+The same command again continues from the last saved state. Put your own model, questions and verifier into the first
+three definitions, and your own algorithm into `step`; the rest stays as it is. docs/sdk.md explains the verbs.
 """
 
 import argparse

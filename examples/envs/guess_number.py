@@ -1,9 +1,9 @@
-"""Guess a number in a few turns: the policy hears "higher" or "lower" and has to use it.
+"""Guess a number in a few turns: the environment answers "higher" or "lower", and the policy learns to use it.
 
     groupwise run examples/envs/guess_number.yaml
 
-Each turn has a reward: what the guess narrowed down, as a share of what was left; finding the number is worth the rest.
-An episode's score is between 0 and 1, and 1 only if the number was found.
+The reward of a turn is how much the guess narrowed down the range, as a share of what was left; finding the number
+gives the rest. An episode's score is between 0 and 1, and 1 only if the policy found the number.
 """
 
 import re

@@ -1,16 +1,15 @@
-"""Book a hotel for a customer: search, look closer if need be, book, and say so.
+"""Book a hotel for a customer: the policy searches, reads details if necessary, books, and confirms.
 
     groupwise run examples/envs/hotel_booking.yaml
 
-A customer wants a room in a city between two dates, under a price, with something that is a must ("pool"). The world is
-drawn from the case alone, so an episode is the same for the same case and the same words of the policy. What an episode
-is worth:
+A customer wants a room in a city between two dates, under a price, with one required feature ("pool"). Only the case
+determines the hotels, so the same case and replies give the same episode. The reward of an episode is the sum of
 
-    0.1  a call that could be read            0.2  searched in the right city           0.2  for the right dates
-    0.2  under the right price                0.1  booked a hotel that was offered      0.2  which has what is a must
+    0.1  a call that can be parsed            0.2  a search in the right city           0.2  for the right dates
+    0.2  under the right price                0.1  booking a hotel that was offered     0.2  with the required feature
 
-`HotelEnv` is the environment in Groupwise's form, `HotelThreeMethods` the same in the three-method form that other
-trainers know. The starter model must be shown the form of such calls once before it can begin: `hotel_form.py`.
+`HotelEnv` is the environment in Groupwise's form, `HotelThreeMethods` the same in the three-method form of other
+trainers. The starter model must first learn the form of such calls from examples: `hotel_form.py`.
 """
 
 import json

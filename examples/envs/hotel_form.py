@@ -1,10 +1,10 @@
-"""Show the starter model the form of a booking once: well-formed calls in a sensible order, with arguments at random.
+"""Train the starter model on the form of a booking: well-formed calls in a sensible order, with random arguments.
 
-    python examples/envs/hotel_form.py        a few minutes; leaves the model runs/hotel-form
+    python examples/envs/hotel_form.py        a few minutes; writes the model runs/hotel-form
 
-Half of the arguments are what the customer said and half are not, and any hotel that is offered gets booked: so the
-model learns to call, and is left to find out what to call for. All parameters are trained, since the starter has never
-seen some of the letters. `hotel_booking.yaml` starts from the model.
+Half of the arguments are the customer's and half are not, and the examples book any offered hotel: the model learns to
+call the tools, but not which arguments to give. All parameters are trained, because the starter has never seen some of
+the letters. `hotel_booking.yaml` starts from this model.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Nim against itself: two players, both the policy, take 1 to 3 stones in turn; who takes the last one wins.
+"""Nim against itself: two players, both the policy, take 1 to 3 stones in turn; the player who takes the last one wins.
 
     groupwise run examples/envs/nim.yaml
 
-Each player has a conversation of its own and its own reward: 1 for the winner, 0 for the loser; a move that is none
-loses, and the other then gets half. The best moves leave a multiple of 4, from which whoever is next loses.
+Each player has its own conversation and its own reward: 1 for the winner, 0 for the loser. An invalid move
+loses, and the other player then gets 0.5. The best moves leave a multiple of 4, from which the next player loses.
 """
 
 import re

@@ -1,9 +1,9 @@
-"""The questions of calculator.py, answered by an agent of OpenAI's Agents SDK as it is (pip install openai-agents).
+"""The questions of calculator.py, answered by an unchanged agent of OpenAI's Agents SDK (pip install openai-agents).
 
     groupwise run openai_agents_calculator.yaml
 
-`solve` is a program as it stands elsewhere: an Agent with a function tool, which the SDK's Runner runs. The client that
-it asks with is the episode's, so that the policy answers and what it answered is trained.
+`solve` is an ordinary program: an Agent with a function tool, which the SDK's Runner runs. Its client is
+the episode's, so the policy answers the requests and trains on its answers.
 """
 
 import re

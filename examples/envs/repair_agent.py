@@ -1,10 +1,10 @@
-"""A small coding agent: it runs the tests of a repository, asks for what is missing, edits a file and runs them again.
+"""A small coding agent: it runs the tests of a repository, asks for missing values, edits a file and runs them again.
 
-    env.harness starts it in a copy of repair_repo; what it knows is in its environment and in the working directory.
+    env.harness starts it in a copy of repair_repo; it reads its environment variables and the working directory.
 
-The module `totals.py` has lines `NAME = None  # 4 + 7`. For each that a test finds wrong it asks for the value, in a
-conversation of its own, and writes the reply there as it is; one that is no Python would break the module and is not.
-It needs nothing but Python's standard library, and would work on any OpenAI-compatible endpoint.
+The module `totals.py` has lines `NAME = None  # 4 + 7`. For each line that a test finds wrong, the agent asks for the
+value in a separate conversation and writes the reply into the line, unless the reply is not valid Python and would
+break the module. It needs only Python's standard library, and works with any OpenAI-compatible endpoint.
 """
 
 import json

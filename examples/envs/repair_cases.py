@@ -1,10 +1,10 @@
-"""Repositories with failing tests: a few sums that are not filled in yet."""
+"""Repositories with failing tests: modules with a few sums that are not filled in yet."""
 
 import random
 
 
 def cases(first: int = 0, count: int = 400, sums: int = 2) -> list[dict]:
-    """Rows with the module, and what the tests compare it with. Those from 1,000,000 on are held out."""
+    """Return rows with the module and the values that its tests expect. Rows from 1,000,000 on are held out."""
     rows = []
     for number in range(first, first + count):
         draw = random.Random(number)

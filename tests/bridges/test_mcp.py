@@ -17,6 +17,7 @@ import pytest
 
 from groupwise.bridges import mcp
 from groupwise.bridges.mcp import close_mcp, mcp_tools
+from groupwise.config.run import EnvConfig
 from groupwise.errors import ConfigError, EnvError
 from groupwise.tasks.tools import CallOutcome, ToolBox
 from wording import raises
@@ -117,6 +118,14 @@ def test_a_stdio_servers_tools_are_offered_and_called(script: Path) -> None:
     assert alive(pid)
     close_mcp()
     assert gone(pid)
+
+
+def test_by_default_a_call_and_a_start_end_before_the_limit_of_a_step(script: Path) -> None:
+    """A step that reaches `env.step_timeout_s` fails its episode; a call that reaches its own limit is answered."""
+    step = EnvConfig.model_fields["step_timeout_s"].default
+    limits = {tool.name: tool.time_limit_s for tool in mcp_tools(command=[sys.executable, str(script)])}
+    assert set(limits) == {"note", "total", "fail", "hang", "leave"} and set(limits.values()) == {20.0}
+    assert max(*limits.values(), mcp.START_LIMIT_S) < step
 
 
 @pytest.mark.slow

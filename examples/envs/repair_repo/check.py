@@ -1,4 +1,4 @@
-"""The tests of `totals.py`: FAILED and a name for each that is wrong; in the last line the share that is right."""
+"""The tests of `totals.py`: print FAILED and the name of each wrong value, and last the share of right values."""
 
 import ast
 import re

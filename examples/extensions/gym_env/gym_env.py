@@ -1,7 +1,7 @@
-"""Environments with Gymnasium's methods, whose observations and actions are texts, as environments of a run.
+"""Runs environments with Gymnasium's methods, if their observations and actions are texts.
 
 class Lamp:
-    num_cases = 100                                               the seeds that are trained on
+    num_cases = 100                                               train on this many seeds
     def reset(self, *, seed=None, options=None): ...              -> observation, info
     def step(self, action): ...                                   -> observation, reward, terminated, truncated, info
 

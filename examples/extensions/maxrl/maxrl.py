@@ -2,9 +2,9 @@
 
     A_i = (r_i - mean) / mean        rewards from 0 to 1
 
-The rare success on a hard prompt counts more than one of many on an easy prompt, as it does in the likelihood of the
-right answers. `ForkingMaxRL` trains on the tokens only at which a completion could have gone on otherwise (after
-arXiv 2506.01939, which finds most of what is learned at a fifth of the tokens).
+A rare success on a hard prompt counts more than one of many on an easy prompt, as in the likelihood of the
+right answers. `ForkingMaxRL` trains only on the tokens at which a completion could have continued differently (after
+arXiv 2506.01939, which finds that a fifth of the tokens account for most of the learning).
 """
 
 from __future__ import annotations

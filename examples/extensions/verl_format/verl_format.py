@@ -1,4 +1,4 @@
-"""verl's YAML of a GRPO run, as far as `keys.yaml` goes, as a run's configuration."""
+"""Reads verl's YAML of a GRPO run as a configuration, for the keys in `keys.yaml`."""
 
 from __future__ import annotations
 

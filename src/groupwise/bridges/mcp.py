@@ -36,8 +36,8 @@ from groupwise.tasks.tools import CallableTool, ToolBox, ToolError, in_thread
 if TYPE_CHECKING:
     from mcp import Client
 
-START_LIMIT_S = 30.0
-CALL_LIMIT_S = 60.0
+START_LIMIT_S = 25.0  # both below env.step_timeout_s (30), which ends the episode and says nothing of the server
+CALL_LIMIT_S = 20.0  # a call that takes longer costs only itself: the policy reads the error and may go on
 LISTED_PAGES = 100  # of a server's list of tools
 
 
@@ -76,8 +76,9 @@ def mcp_tools(
         headers: headers of each request to `url`, for authorisation.
         only: the names of the tools to offer; by default all tools.
         prefix: put in front of the tools' names, for two servers with tools of the same name.
-        time_limit_s: the most seconds that a call may take.
-        start_limit_s: the most seconds for the start and the list of tools.
+        time_limit_s: seconds that a call may take. A call that takes longer is answered with an error, if the limit is
+            below `env.step_timeout_s`; else it fails the whole episode.
+        start_limit_s: seconds that connecting, or starting the server, and listing its tools may take.
 
     Raises:
         ConfigError: neither or both of command and url, a tool in `only` that the server does not have, or `mcp` is not

@@ -1,4 +1,4 @@
-"""`groupwise demo`: the starter model learns arithmetic, and what was trained can be talked to in a browser.
+"""`groupwise demo`: train the starter model on arithmetic, then chat with the result in a browser.
 
     groupwise demo                     # about two minutes on two CPU cores; nothing is downloaded
     groupwise demo --steps 20          # shorter; overrides such as rollout.group_size=16 work as in `groupwise run`
@@ -38,18 +38,18 @@ def demo(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Overrides, as in `groupwise run`.", show_default=False),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="The same as train.steps=N; all are 110.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="The same as train.steps=N; default: 110.")] = None,
     serve: Annotated[
         bool | None,
         typer.Option(
-            "--serve/--no-serve", help="Serve what was trained afterwards.", show_default="serve on a terminal"
+            "--serve/--no-serve", help="Serve the trained model afterwards.", show_default="serve on a terminal"
         ),
     ] = None,
-    open_: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = True,
+    open_: Annotated[bool, typer.Option("--open/--no-open", help="Open the served model in a browser.")] = True,
     port: Annotated[int | None, typer.Option(help=f"Default: {PORT}, or a free one if that is taken.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Train the model in the package on arithmetic, show before and after, and chat with it in a browser."""
+    """Train the starter model on arithmetic, show its answers before and after, and chat with it in a browser."""
     from groupwise.run.importing import read_words
 
     given = [f"train.steps={steps}"] if steps is not None else []
@@ -60,7 +60,7 @@ def demo(
     with importing():
         from groupwise.run.loop import run_loop
 
-    say(f"The starter, a model of 1.8M parameters, learns sums: {config.train.steps} steps. Ctrl-C ends it cleanly.")
+    say(f"Training the starter (1.8M parameters) on sums for {config.train.steps} steps. Ctrl-C stops cleanly.")
     result = run_loop(config)
     print_run(stdout(), config, result, extremes=True)
     if result.interrupted:
@@ -68,9 +68,9 @@ def demo(
     if serve is False or result.version.is_base:
         return
     if serve is None and not (sys.stdin.isatty() and sys.stderr.isatty()):  # no user can end it
-        say(f"\nThis is no terminal, so nothing is served. To chat with it on http://{HOST}:{PORT}/ui/, type")
+        say(f"\nNot on a terminal, so no server is started. To chat with the model on http://{HOST}:{PORT}/ui/, run")
         return say(f"  groupwise serve {shlex.quote(str(result.run_dir))}")
-    say("\nServing what was trained; Ctrl-C ends it. `--no-serve` leaves this out.")
+    say("\nServing the trained model; Ctrl-C stops the server. `--no-serve` skips this.")
     words = ["serve", str(result.run_dir), "--port", str(_free_port() if port is None else port)]
     sys.stdout.flush()
     # a process without the run's memory and threads; signals and the exit code are its own

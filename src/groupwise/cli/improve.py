@@ -1,4 +1,4 @@
-"""`groupwise improve`: from the logs of a model to an answer: replace it by what they teach, keep it, or not known.
+"""`groupwise improve`: train on the logs of a model, and answer whether to replace it: replace, keep, or not known.
 
 groupwise improve requests.jsonl --model starter --to improved     # trains, and asks for answers that are verified
 groupwise improve --to improved --truth improved/verify.jsonl      # answers
@@ -36,15 +36,16 @@ def improve(
         list[str] | None,
         typer.Argument(
             metavar="[LOGS]... [KEY=VALUE]...",
-            help="Logs as `logs import` reads them, or what it wrote; and overrides of the run.",
+            help="Logs as `logs import` reads them, or the folder of an import; and overrides of the run.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The model that you have.", show_default=False)
+        str | None, typer.Option(metavar="MODEL", help="The model that you run.", show_default=False)
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="FOLDER", help="Where everything is kept.", show_default=False)
+        Path | None,
+        typer.Option("--to", metavar="FOLDER", help="The folder to write to.", show_default=False),
     ] = None,
     truth: Annotated[
         Path | None,
@@ -55,22 +56,22 @@ def improve(
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(metavar="REWARD", help="module:function, where no rule fits: a judge that `logs judge` believes."),
+        typer.Option(metavar="REWARD", help="module:function, if no ready reward fits: one that `logs judge` accepts."),
     ] = None,
     args: Annotated[str, typer.Option("--args", metavar="JSON", help="Options of --reward.")] = "{}",
-    gain: Annotated[float, typer.Option(metavar="SHARE", help="By how much better a replacement must be.")] = 0.05,
+    gain: Annotated[float, typer.Option(metavar="SHARE", help="The least gain for which to replace the model.")] = 0.05,
     set_: Set = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Train on what logs teach, and say whether to replace the model that you have: replace, keep, or not known.
+    """Train on the logs of your model, and say whether to replace it: replace, keep, or not known.
 
-    Without verified answers (--truth) it is never `replace`, as a log cannot vouch for itself: it then writes which
-    prompts to verify, and the same command with them answers, without training again.
+    Without verified answers (--truth) the answer is never `replace`, because a log alone cannot show that a version is
+    better. The command then writes the prompts to verify; the same command with --truth answers without training again.
     """
     if to is None:
         hint = "groupwise improve requests.jsonl --model starter --to improved"
-        raise ConfigError("--to is left out: the folder that everything is kept in", hint=hint, field="--to")
+        raise ConfigError("--to is left out: the folder for the run and the answer", hint=hint, field="--to")
     given = words or []
     overrides = [each for each in given if "=" in each and not Path(each).exists()]
     quiet_libraries()
@@ -104,32 +105,32 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"answer    {result['answer']}: {first}"
     yield from (f"          {each}" for each in more)
     prompts = result["prompts"]
-    taught = f"{prompts['trained']} prompts, scored by {result['reward']}" if result["version"] else "nothing"
-    yield f"taught    {taught}; {prompts['heldout']} held out, {prompts['reserved']} reserved"
+    trained = f"on {prompts['trained']} prompts, scored by {result['reward']}" if result["version"] else "nothing"
+    yield f"trained   {trained}; {prompts['heldout']} prompts held out, {prompts['reserved']} reserved for verification"
     if result["version"]:
-        yield f"version   {result['version']}, beside {result['model']}"
+        yield f"version   {result['version']}, compared with {result['model']}"
     if (found := result["verified"]) is not None:
         look = f"look {found['look']}, " if found["look"] > 1 else ""
-        yield f"verified  {_compared(found)} ({look}each end at {1 - found['alpha']:.1%})"
-        left = {"not filled in": found["unfilled"], "nearly twice": found["twice"], "trained on": found["trained_on"]}
+        yield f"verified  {_compared(found)} ({look}each bound at {1 - found['alpha']:.1%})"
+        left = {"not filled in": found["unfilled"], "repeated": found["twice"], "trained on": found["trained_on"]}
         if any(left.values()):
             said = ", ".join(f"{count} {why}" for why, count in left.items() if count)
-            yield f"          of {found['rows']} rows left out: {said}"
+            yield f"          rows left out of {found['rows']}: {said}"
     if (found := result["logged"]) is not None:
-        yield f"log says  {_compared(found)}; who wrote the log decides this"
+        yield f"by log    {_compared(found)}; it is only as right as the log's answers"
     if (found := result["audit"]) is not None:
-        wrong = f"{found['wrong']} of {found['checked']} of the log's answers are wrong"
-        yield f"audit     {wrong}; of all that taught at most {found['most']:.0%}"
+        wrong = f"{found['wrong']} of {found['checked']} checked answers of the log are wrong"
+        yield f"audit     {wrong}; of all that it was trained on, at most {found['most']:.0%}"
         if (learned := found["learned"])["checked"]:
-            yield f"          and {learned['wrong']} of {learned['checked']} of those from which it learned most"
+            yield f"          {learned['wrong']} of {learned['checked']} are wrong of those from which it learned most"
     if (cost := result["cost"]) is not None:
-        measured = f", measured {cost['measured_tokens']:,} in {cost['measure_minutes']:.1f}"
-        said = f"{cost['trained_tokens']:,} tokens sampled in {cost['train_minutes']:.1f} minutes"
+        measured = f"; evaluation: {cost['measured_tokens']:,} in {cost['measure_minutes']:.1f} minutes"
+        said = f"training: {cost['trained_tokens']:,} tokens sampled in {cost['train_minutes']:.1f} minutes"
         yield f"cost      {said}{measured if cost['measured_tokens'] else ''}"
     for name in ("better", "worse"):
         for each in result[name]:
-            said = f"{_short(each['prompt'])!r} right {_short(each['right'])!r}"
-            yield f"{name:<10}{said}; before {_short(each['before'])!r}, after {_short(each['after'])!r}"
+            said = f"{_short(each['prompt'])!r}: right is {_short(each['right'])!r}"
+            yield f"{name:<10}{said}, before {_short(each['before'])!r}, after {_short(each['after'])!r}"
     yield from (f"needs     {each}" for each in result["needs"])
 
 

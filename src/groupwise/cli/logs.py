@@ -150,14 +150,15 @@ def judge(
 def _calibration(found: Calibration | None, graded: Sequence[Graded], failed: int) -> Iterator[str]:
     good = sum(each.good for each in graded)
     lost = f", {failed} more got no grade" if failed else ""
-    yield f"answers    {len(graded)} graded, {good} of them good{lost}"
+    yield f"answers    {len(graded)} graded, {good} of them good by their outcomes{lost}"
     if found is None:
-        yield "verdict    not known: each half of the prompts needs good and bad answers"
+        yield "verdict    not known: both halves of the prompts need good and bad answers"
         return
-    yield f"threshold  above {found.threshold:.3g} is good, chosen on {found.chosen_on} answers; checked on the others"
-    yield f"good       {_interval(found.good_seen)} are called good"
-    yield f"bad        {_interval(found.bad_seen)} are not"
-    yield f"agrees     {_interval(found.agrees)}; the commoner verdict alone: {found.base_rate:.0%}"
+    chosen = f"chosen on {found.chosen_on} answers, tested on the others"
+    yield f"threshold  above {found.threshold:.3g} is a good grade; {chosen}"
+    yield f"good       {_interval(found.good_seen)} get a good grade"
+    yield f"bad        {_interval(found.bad_seen)} get a bad grade"
+    yield f"agrees     {_interval(found.agrees)}; always giving the commoner verdict: {found.base_rate:.0%}"
     yield f"length     {_bias(found.length_bias, 'longer answers', 'shorter ones')}"
     yield f"own style  {_bias(found.own_bias, 'answers of its own model', 'others')}"
     if found.place_bias is None:
@@ -165,8 +166,8 @@ def _calibration(found: Calibration | None, graded: Sequence[Graded], failed: in
     else:
         place = found.place_bias
         yield (
-            f"place      a grade is {place.value:+.3f} ({place.low:+.3f} to {place.high:+.3f}) in the first half of "
-            f"answers shown together; {found.turned_verdicts} of {place.of} verdicts change"
+            f"place      answers in the first half of those shown together are graded {place.value:+.3f} "
+            f"({place.low:+.3f} to {place.high:+.3f}); {found.turned_verdicts} of {place.of} verdicts depend on it"
         )
     yield f"verdict    {'believed' if found.believed else 'refused'}: {found.reason}"
 
@@ -177,12 +178,10 @@ def _interval(share: Share) -> str:
 
 def _bias(bias: Bias | None, one: str, other: str) -> str:
     if bias is None:
-        return f"not known: there are no {one} beside {other} that are as good"
+        return f"not known: there are no {one} to compare with {other} that are as good"
     found = "BIASED: " if bias.found else ""
-    interval = f"{100 * bias.low:+.0f} to {100 * bias.high:+.0f}"
-    return (
-        f"{found}{one} are called good {100 * bias.difference:+.0f} points ({interval}) more often than {other} as good"
-    )
+    points = f"{100 * bias.difference:+.0f} points ({100 * bias.low:+.0f} to {100 * bias.high:+.0f})"
+    return f"{found}{one} get a good grade {points} more often than equally good {other}"
 
 
 @app.command(epilog=examples("groupwise logs rules", "groupwise logs rules --json"))

@@ -158,10 +158,10 @@ def _told(said: Answer) -> dict[str, Any]:
 
 def _to_verify(verify: Mapping[str, Any], plan: int) -> list[str]:
     if not verify["rows"]:
-        return [f"the log has no prompts that could be verified; --truth takes a file of your own, of about {plan}"]
-    said = f"fill in `answer` in {verify['file']} ({verify['rows']} prompts), and give it as --truth"
+        return [f"the log has no prompts to verify; give a file of about {plan} prompts of your own as --truth"]
+    said = f"fill in `answer` in {verify['file']} ({verify['rows']} prompts), and give the file as --truth"
     if verify["rows"] < plan:
-        return [said, f"about {plan} would be needed by how the log's own differ; add some of your own"]
+        return [said, f"about {plan} prompts are needed, estimated from the log's own answers; add prompts of your own"]
     return [said]
 
 
@@ -244,7 +244,7 @@ class _Work:
         lines = [each for each in read_metrics(self.run_dir / METRICS) if "rollout/tokens" in each]
         if result.interrupted:
             message = f"stopped after step {result.steps} of {config.train.steps}, as asked; everything is saved"
-            raise Interrupted(message, hint="the same command goes on")
+            raise Interrupted(message, hint="the same command continues")
         self.said["trained"] = {
             "id": secrets.token_hex(8),
             "version": str(result.version) if result.trained else None,
@@ -361,7 +361,7 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise StorageError(f"{path} is damaged: {error}", hint="restore it, or begin in another folder") from error
+        raise StorageError(f"{path} is damaged: {error}", hint="restore it, or use another folder") from error
 
 
 def _rows(path: Path) -> list[Row]:
@@ -386,15 +386,15 @@ def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:
             if value is not None and value != before[name]:
                 shown = [" ".join(each) if isinstance(each, list) else each for each in (before[name], value)]
                 raise ConfigError(
-                    f"{wanted.to} was begun with {name} {shown[0] or 'left out'}, and now it is {shown[1]}",
-                    hint="leave it out to go on with what is there, or name another folder",
+                    f"{wanted.to} was created with {name} {shown[0] or 'left out'}, and this call gives {shown[1]}",
+                    hint="leave it out to continue with this folder, or name another folder",
                     field="--to",
                     kind="exists",
                 )
     elif not wanted.sources or wanted.model is None:
         what = "--model" if wanted.sources else "LOGS"
         hint = "groupwise improve requests.jsonl --model starter --to improved"
-        raise ConfigError(f"{what} is left out, and nothing was begun in {wanted.to}", hint=hint, field=what)
+        raise ConfigError(f"{what} is left out, and {wanted.to} has nothing to continue", hint=hint, field=what)
     else:
         check_free(wanted.to)
         work.said = {"wanted": {**now, "overrides": list(wanted.overrides)}}
@@ -420,7 +420,7 @@ def _prepare(work: _Work, truth: Truth | None, *, masking: Masking) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed
         write(imported, folder)
     elif asked["outcomes"] is not None:
-        message = f"{folder} is an import already, which took its outcomes then"
+        message = f"{folder} is an import already, and outcomes are joined when logs are imported"
         raise ConfigError(message, hint="leave --outcomes out, or give the logs themselves", field="--outcomes")
     work.said["report"] = _read(folder / "report.json")["says"]
     work.save()
@@ -441,7 +441,7 @@ def _choose(work: _Work, folder: Path, truth: Truth | None) -> None:
     reserved, teaches = [teaches[each] for each in places], [row for at, row in enumerate(teaches) if at not in places]
     draw.shuffle(teaches)
     if reward is not None and len(teaches) < LEAST:
-        lacks = [f"{len(teaches)} prompts have an answer to learn from, and {LEAST} is the least to train on"]
+        lacks = [f"only {len(teaches)} prompts have an answer to learn from; training needs {LEAST}"]
         needs = ["log for longer, or join outcomes: thumbs, edited (--outcomes FILE)"]
     known = [row for row in held_out if rule is None or _fits(row, rule)]
     work.put_rows("train", teaches)
@@ -472,15 +472,19 @@ def _reward(folder: Path, wanted: Mapping[str, Any]) -> tuple[str | None, list[s
         found = calibrate(graded)
         if found is not None and found.believed:
             return name, [], []
-        return name, [f"{name} is not believed: {'too few outcomes' if found is None else found.reason}"], lacking
+        return (
+            name,
+            [f"{name} does not agree with the outcomes: {'too few outcomes' if found is None else found.reason}"],
+            lacking,
+        )
     rules = [each for each in report["learn"]["rules"] if each["reward"] in COMPARES]
     fair = [each for each in rules if each["good"] is None or each["bad"] is None or each["good"] > each["bad"]]
     if fair:
         return max(fair, key=lambda each: each["prompts"])["reward"], [], []
     if rules:
-        why = f"{rules[0]['reward']} pays the log's bad answers as much as its good ones"
+        why = f"{rules[0]['reward']} rewards the log's bad answers as much as its good ones"
     elif report["learn"]["rules"]:
-        why = "the answers that the log has are long texts, of which no rule says which are right"
+        why = "the log's answers are long texts, and no ready reward can tell which of them are right"
     else:
         why = "the log does not say what the right answers are"
     hint = "a judge that agrees with the outcomes of the log: --reward groupwise.rewards.judge:judge --args JSON"
@@ -527,8 +531,8 @@ def _by_truth(
     counts = {"rows": truth.rows, "unfilled": truth.unfilled, "twice": truth.twice, "trained_on": len(seen)}
     if not verified:
         raise DataError(
-            f"{path}: all {len(seen)} verified prompts are (nearly) among those that the version was trained on",
-            hint=f"verify prompts of {work.to / 'verify.jsonl'}, which are not",
+            f"{path}: the version was trained on all {len(seen)} verified prompts, or on nearly the same ones",
+            hint=f"verify prompts of {work.to / 'verify.jsonl'}, on which it was not trained",
             field="--truth",
         )
     reserved = work.rows("reserved")
@@ -587,8 +591,8 @@ def _not_settled(work: _Work, learned: Mapping[str, int]) -> list[Unsettled]:
     prompts, known = learned["prompts"], learned["checked"]
     if known >= SETTLED * prompts:
         return []
-    why = f"of the {prompts} prompts from which it learned most {known} are verified"
-    return [Unsettled(why, f"fill in all of {work.asked()['file']}, which has them among others")]
+    why = f"only {known} of the {prompts} prompts from which it learned most are verified"
+    return [Unsettled(why, f"fill in all of {work.asked()['file']}; these prompts are in it")]
 
 
 def _again(work: _Work, truth: Truth, audited: Audit, rule: str) -> tuple[Audit, list[Unsettled]]:
@@ -601,9 +605,9 @@ def _again(work: _Work, truth: Truth, audited: Audit, rule: str) -> tuple[Audit,
         if asked_again(audited, phrase, found):
             return replace(audited, alike=phrase), []
         if lacking := len(rows) - len(found):
-            why = f"the log's wrong answers are perhaps to prompts with {phrase!r}"
+            why = f"the log's wrong answers may be those to prompts with {phrase!r}"
             needs = (
-                f"fill in the prompts with {phrase!r} in {work.asked()['file']} ({lacking} more), and give them, too"
+                f"fill in the {lacking} more prompts with {phrase!r} in {work.asked()['file']}, and give the file again"
             )
             unsettled.append(Unsettled(why, needs))
     return audited, unsettled

@@ -129,49 +129,53 @@ def answer(
     """
     if verified is None:
         if logged is not None and logged.high < 0:
-            return Answer(known="keep", why=("even by the log's own answers it is worse",), needs=())
-        return Answer(known="not known", why=("no answer is verified, and a log cannot vouch for itself",), needs=())
+            return Answer(known="keep", why=("the new version is worse, even by the log's own answers",), needs=())
+        why = "no verified answers were given, and a log alone cannot show that the new version is better"
+        return Answer(known="not known", why=(why,), needs=())
     doubts = (*_doubts(audited, worse_where), *(each.why for each in unsettled))
     settling = (*_of(audited), *(each.needs for each in unsettled))
     if verified.says == "not better":
-        why = "it is worse" if verified.high < 0 else f"it is not better by {gain:g}, which a replacement must bring"
-        return Answer(known="keep", why=(why,), needs=())
+        why = "worse" if verified.high < 0 else f"not better by {gain:g}, the least gain for which to replace a model"
+        return Answer(known="keep", why=(f"the new version is {why}",), needs=())
     if verified.says == "open":
         needs = (
-            "these answers are so even that no number of them would decide"
+            "both models score so alike on these answers that no number of such answers would decide"
             if verified.needed is None
-            else f"about {verified.needed} verified answers would decide, if they are like these {verified.prompts}"
+            else f"about {verified.needed} verified answers would decide, if more are like these {verified.prompts}"
         )
-        why = ("it may be better or not, by what is verified", *doubts)
+        why = ("the verified answers do not show whether the new version is better", *doubts)
         return Answer(known="not known", why=why, needs=(needs, *settling))
     if doubts:
-        return Answer(known="not known", why=("it is better by what is verified, but", *doubts), needs=settling)
-    return Answer(known="replace", why=("it is better by verified answers, which nobody wrote into the log",), needs=())
+        return Answer(
+            known="not known", why=("the new version is better by the verified answers, but", *doubts), needs=settling
+        )
+    why = "the new version is better by verified answers, which do not come from the log"
+    return Answer(known="replace", why=(why,), needs=())
 
 
 def _doubts(audited: Audit | None, worse_where: str | None) -> Iterator[str]:
     """Yield why a model that is better by what is verified is not to be trusted."""
     if audited is None or not audited.checked:
-        yield "none of the log's own answers was checked, which taught it"
+        yield "none of the log's answers, on which it was trained, has been checked"
     elif audited.alike is not None:
-        yield f"the log's wrong answers are to prompts with {audited.alike!r}: somebody may mean harm"
+        yield f"the log's wrong answers have {audited.alike!r} in their prompts: someone may have planted them"
     elif not audited.passed:
         yield (
-            f"{audited.wrong} of {audited.checked} of the log's answers are wrong, so that {audited.most:.0%} of what "
-            f"taught it may be; below {MOST_WRONG:.0%} it could be trusted"
+            f"{audited.wrong} of {audited.checked} checked answers of the log are wrong, so up to {audited.most:.0%} "
+            f"of those that it was trained on may be wrong; this must be below {MOST_WRONG:.0%}"
         )
     if worse_where is not None:
-        yield f"it is worse where a prompt has {worse_where!r}"
+        yield f"it is worse on prompts with {worse_where!r}"
 
 
 def _of(audited: Audit | None) -> tuple[str, ...]:
     """Return what would make the audit pass, if it is for lack of answers that it does not."""
     if audited is None or not audited.checked:
-        return (f"verify {checks_needed(1, 0)} of the log's own prompts: verify.jsonl has them",)
+        return (f"verify {checks_needed(1, 0)} of the log's own prompts; they are in verify.jsonl",)
     if audited.alike is not None or audited.passed:
         return ()
     number = checks_needed(audited.checked - audited.wrong, audited.wrong)
-    said = f"about {number} of the log's answers would have to be checked, if they are right as often as these"
+    said = f"check about {number} of the log's answers in all, if the others are right as often as these"
     return () if number is None else (said,)
 
 

@@ -279,10 +279,10 @@ def _needed(tables: Sequence[tuple[int, int, int, int]], answers: int) -> int | 
 
 
 def _reason(balanced: float, p: float, needed: int | None, answers: int) -> str:
-    said = f"its verdicts are right for {balanced:.0%} of good and bad answers alike; one that knows nothing has 50%, "
-    said += f"and does as well by chance with p = {p:.2g}"
+    said = f"its verdicts are right for {balanced:.0%} of answers, good and bad ones weighted equally; "
+    said += f"chance would be 50% (p = {p:.2g})"
     if p <= ALPHA:
         return said
     if needed is None:
         return f"{said}. No number of answers like these would show more"
-    return f"{said}. About {needed} answers like these {answers} would be enough"
+    return f"{said}. About {needed} answers like these {answers} would suffice"

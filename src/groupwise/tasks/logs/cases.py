@@ -162,7 +162,7 @@ def continued(exchanges: Sequence[Exchange]) -> tuple[list[Exchange], list[Bad]]
     for each in exchanges:
         messages = before(each) if each.after is not None else each.messages
         if messages is None:
-            bad.append(Bad(each.place, f"it goes on from the response {each.after}, which is not in the logs"))
+            bad.append(Bad(each.place, f"the request continues the response {each.after}, which is not in the logs"))
         else:
             found.append(replace(each, messages=messages))
     return found, bad

@@ -89,7 +89,7 @@ def import_logs(sources: Sequence[Path], config: ImportConfig, *, masking: Maski
     logs.bad += unfit
     if not cases:
         first = unfit[0] if unfit else lost[0]
-        raise DataError(f"no exchange can be used; {first.place}: {first.reason}", field="SOURCE", kind="unusable")
+        raise DataError(f"no request can be used; {first.place}: {first.reason}", field="SOURCE", kind="unusable")
     train, heldout, split = _split(exchanges, known, cases, config)
     for each in (*train, *heldout):
         each.id = masking.text(each.id)

@@ -90,7 +90,7 @@ class Langfuse:
 def _exchange(row: Mapping[str, Any], place: str, trace: str, ids: tuple[str, ...]) -> Iterator[Exchange]:
     asked, said = parsed(row.get("input")), parsed(row.get("output"))
     if asked is None or said is None:
-        raise DataError("it has an input and no output" if said is None else "it has an output and no input")
+        raise DataError("the row has an input and no output" if said is None else "the row has an output and no input")
     tools = first(asked, "tools") if isinstance(asked, Mapping) else None
     if isinstance(asked, list) and any(isinstance(each, Mapping) and _is_tool(each) for each in asked):
         tools = [each for each in asked if _is_tool(each)]  # as Langfuse's wrapper of OpenAI's client writes them

@@ -41,17 +41,17 @@ def conversation(value: Any) -> tuple[Message, ...]:
     if isinstance(value, Mapping) and not {"role", "type", "lc", "from"} & value.keys():
         held = [value[name] for name in HELD if name in value]
         if not held:
-            raise DataError(f"no conversation in an object with {', '.join(map(repr, value)) or 'nothing'}")
+            raise DataError(f"there is no conversation in an object with {', '.join(map(repr, value)) or 'nothing'}")
         return conversation(held[0])
     listed = [value] if isinstance(value, Mapping) else value
     if isinstance(listed, Sequence) and len(listed) == 1 and isinstance(listed[0], list):
         listed = listed[0]  # LangChain asks in batches
     if not isinstance(listed, Sequence) or not listed:
-        raise DataError(f"{value!r:.40} is no conversation")
+        raise DataError(f"{value!r:.40} is not a conversation")
     forms = merged([form for each in listed for form in _forms(each)])
     messages = [_checked(_read(each, ChatMessage).as_message()) for each in forms]
     if any(isinstance(each.get("content"), list) for each in messages):
-        raise DataError("it has images, which cannot be looked through for personal data")
+        raise DataError("the messages have images, in which personal data cannot be masked")
     return tuple(messages)
 
 
@@ -77,7 +77,7 @@ def answer_in(value: Any) -> Message:
         value = {"role": "assistant", "content": value}
     said = conversation(value)
     if not said or said[-1]["role"] != "assistant":
-        raise DataError(f"the answer is no message of the assistant's: {value!r:.40}")
+        raise DataError(f"the answer is not an assistant message: {value!r:.40}")
     return said[-1]
 
 

@@ -28,7 +28,7 @@ from groupwise.tasks.tables import csv_rows, parquet_rows
 FORMATS: tuple[type[LogFormat], ...] = (OwnRollouts, Spans, LangSmith, Langfuse, RequestLogs)
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 LISTS = ("data", "feedback", "runs", "traces", "observations")  # where an object that is no row has its rows
-UNKNOWN = "no format knows it"
+UNKNOWN = "the row is in none of the formats that are read"
 
 
 @dataclass
@@ -90,12 +90,12 @@ def _nothing(logs: Logs, keys: Sequence[str]) -> DataError:
         return DataError("there are no rows in the logs", kind="empty", field="SOURCE")
     names = ", ".join(each.name for each in FORMATS)
     if logs.formats:
-        first = logs.bad[0] if logs.bad else Bad("", "none holds a question with its answer")
-        message = f"of {logs.rows} rows none can be used; {first.place}: {first.reason}"
+        first = logs.bad[0] if logs.bad else Bad("", "no row has a question with its answer")
+        message = f"none of {logs.rows} rows can be used; {first.place}: {first.reason}"
         return DataError(message, hint="log the messages and the answer of each call", kind="unusable", field="SOURCE")
     held = f"; the first has {', '.join(map(repr, keys[:8]))}" if keys else ""
-    message = f"none of {logs.rows} rows is a log that is known{held}"
-    hint = f"known are {names} (docs/logs.md has an example of each)"
+    message = f"none of {logs.rows} rows is in a format that is read{held}"
+    hint = f"the formats are {names} (docs/logs.md has an example of each)"
     return DataError(message, hint=hint, kind="unrecognised", field="SOURCE")
 
 
@@ -105,14 +105,20 @@ def _files(source: Path) -> list[Path]:
         inside = source / "rollouts" if (source / "rollouts").is_dir() else source
         found = sorted(each for each in inside.rglob("*") if each.is_file() and _suffix(each) in SUFFIXES)
         if not found:
-            message = f"in {source} there is no file of logs"
-            raise DataError(message, hint=f"their names end with {', '.join(SUFFIXES)}, or .gz behind", field="SOURCE")
+            message = f"{source} has no log files"
+            raise DataError(
+                message,
+                hint=f"names of log files end with {', '.join(SUFFIXES)}, or one of these and .gz",
+                field="SOURCE",
+            )
         return found
     if not source.is_file():
         raise DataError(f"there is no file {source}", field="SOURCE", kind="missing")
     if _suffix(source) not in SUFFIXES:
         message = f"{source} ends with {source.suffix or 'nothing'!r}"
-        raise DataError(message, hint=f"logs end with {', '.join(SUFFIXES)}, or .gz behind", field="SOURCE")
+        raise DataError(
+            message, hint=f"names of log files end with {', '.join(SUFFIXES)}, or one of these and .gz", field="SOURCE"
+        )
     return [source]
 
 
@@ -159,7 +165,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield place, DataError(f"no JSON: {error}")
+                yield place, DataError(f"the line is not JSON: {error}")
                 continue
             yield from ((place, row) for row in _listed(value))
 

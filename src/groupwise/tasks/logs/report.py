@@ -45,13 +45,13 @@ def judged(report: Mapping[str, Any]) -> dict[str, list[Any]]:
     for rule in learn["rules"]:
         says = f"`{rule['reward']}` scores {rule['prompts']} of {prompts['train']} prompts"
         if rule["paid"] is not None:
-            says += f"; it pays the answers in the log {rule['paid']:.2f} on average"
+            says += f"; the log's answers get {rule['paid']:.2f} on average"
         if rule["good"] is not None and rule["bad"] is not None:
-            says += f", {rule['good']:.2f} for good ones and {rule['bad']:.2f} for the others"
+            says += f", good ones {rule['good']:.2f} and the others {rule['bad']:.2f}"
         yaml = GRPO.format(reward=f'"{rule["reward"]}"')
         can.append({"kind": "grpo", "rows": rule["prompts"], "says": says, "yaml": yaml})
     if examples["train"]:
-        says = "edited answers, and those with a score above a half, to imitate"
+        says = "edited answers, and answers with a score above a half"
         can.append(
             {"kind": "sft", "rows": examples["train"], "says": says, "yaml": _other("sft", "examples", examples)}
         )
@@ -69,56 +69,56 @@ def _lacking(report: Mapping[str, Any]) -> Iterator[str]:
     learn, outcomes, prompts = report["learn"], report["outcomes"], report["prompts"]
     held, scored = learn["prompts"]["heldout"], learn["scored"]
     if not outcomes["answers"]:
-        yield "no answer has an outcome: nothing says which were good. --outcomes FILE joins thumbs, resolved, edited"
+        yield "no answer has an outcome that says whether it was good; --outcomes FILE joins thumbs, resolved, edited"
     if outcomes["unmatched"]:
-        yield f"{outcomes['unmatched']} outcomes have an id that no answer, trace or conversation in the logs has"
+        yield f"the ids of {outcomes['unmatched']} outcomes belong to no answer, trace or conversation in the logs"
     if outcomes["raters"] > 1 and outcomes["largest_rater"] > MOST_OF_ONE:
         yield (
-            f"one of {outcomes['raters']} users gave {outcomes['largest_rater']:.0%} of the outcomes: what is learned "
-            "is what that one wants"
+            f"one of {outcomes['raters']} users gave {outcomes['largest_rater']:.0%} of the outcomes, so the model "
+            "would learn what this user wants"
         )
     if (
         outcomes["scored_again"] >= FEW_AGAIN
         and outcomes["contradicted"] > MOST_CONTRADICTED * outcomes["scored_again"]
     ):
         yield (
-            f"of {outcomes['scored_again']} answers with several scores {outcomes['contradicted']} are called good and "
-            "bad: raters want different things, or somebody means harm"
+            f"{outcomes['contradicted']} of {outcomes['scored_again']} answers with several scores are rated both good "
+            "and bad: users want different things, or someone rates wrongly on purpose"
         )
     for name, (low, high) in outcomes["no_scale"].items():
-        yield f"outcome {name!r} has values from {low:g} to {high:g}, and no scale that is known: give it as 0 to 1"
+        yield f"the scale of outcome {name!r} is unknown, its values are {low:g} to {high:g}: give values from 0 to 1"
     if not learn["rules"]:
-        judge = "a judge that nothing confirms"
+        judge = "use a judge, although no outcome can confirm it"
         if outcomes["answers"]:
-            judge = "a judge that agrees with the outcomes (groupwise logs judge)"
-        yield f"no ready reward applies (GRPO needs one): write it, or take {judge}"
+            judge = "use a judge that agrees with the outcomes (groupwise logs judge)"
+        yield f"GRPO needs a reward, and no ready reward fits: write one, or {judge}"
     if outcomes["answers"] and min(scored["good"], scored["bad"]) < FEW_SCORED:
         yield (
-            f"{scored['good']} answers to train on are good and {scored['bad']} are not: to see whether a judge "
-            f"agrees, it takes {FEW_SCORED} of each and more"
+            f"the training part has {scored['good']} good and {scored['bad']} bad answers; to see whether a judge "
+            f"agrees with the outcomes, {FEW_SCORED} or more of each are needed"
         )
     if learn["pairs"]["train"] and learn["pairs"]["train"] < FEW_PAIRS:
-        yield f"{learn['pairs']['train']} pairs are few; {FEW_PAIRS} and more are usual"
+        yield f"there are only {learn['pairs']['train']} pairs; {FEW_PAIRS} or more are usual"
     if held == 0:
-        yield "nothing is held out: one user, conversation or trace has most of the log. Log who asked, or longer"
+        yield "nothing is held out: most of the log is of one user, conversation or trace. Log who asks, or log longer"
     elif held < FEW_HELD_OUT:
-        yield f"{held} held-out prompts tell only large differences ({_tells(held)}); log for longer"
+        yield f"{held} held-out prompts show only large differences ({_tells(held)}); log for longer"
     if prompts["largest_group"] > LARGE:
         yield (
-            f"one group (of a user, a conversation, a trace) has {prompts['largest_group']:.0%} of all exchanges: does "
-            "the field for users name the users?"
+            f"one user, conversation or trace has {prompts['largest_group']:.0%} of all requests; check that the field "
+            "for users names the users"
         )
     if prompts["train_later_than_heldout"]:
         yield (
-            f"{prompts['train_later_than_heldout']} prompts to train on were asked after the first that is held out, "
-            "by users who had begun before: what changes with time is in both"
+            f"{prompts['train_later_than_heldout']} prompts of the training part were asked after the first held-out "
+            "prompt, by users who had asked before it, so the two parts are not separate in time"
         )
 
 
 def _tells(prompts: int) -> str:
     """Return what so many prompts can decide where no answer differs (`algo.evidence`)."""
     worse = -lower_bound([0.0] * prompts, alpha=ALPHA, worst=-1.0)
-    return f"one that answers all as before may be {worse:.2f} worse"
+    return f"a model that scores the same on each may be up to {worse:.2f} worse"
 
 
 # ---- as text ----
@@ -129,7 +129,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     said = [f"read      {read['rows']} rows of {read['files']} file{'s' * (read['files'] != 1)} ({systems})"]
     said.append(f"answers   {read['exchanges']}{_when(read)}, {_who(read)}")
     if read["logged_twice"]:
-        said.append(f"          {read['logged_twice']} more were logged twice")
+        said.append(f"          {read['logged_twice']} more were logged before and count once")
     if read["bad"]:
         said.append(f"left out  {read['bad']}")
         said += [f"          {each['count']} x {each['reason']} ({each['places'][0]})" for each in read["reasons"][:5]]
@@ -139,20 +139,22 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     named += [f"edited {outcomes['edited']}"] if outcomes["edited"] else []
     said.append(f"outcomes  of {outcomes['answers']} answers: {', '.join(named) or 'none'}")
     said.append(
-        f"prompts   {prompts['distinct']} of {prompts['asked']} that were asked; {prompts['near_duplicates']} are "
+        f"prompts   {prompts['distinct']} different ones in {prompts['asked']} requests; {prompts['near_duplicates']} "
         f"nearly the same as others; {prompts['train']} to train on, {prompts['heldout']} held out"
     )
     if prompts["asked_by_both_sides"]:
-        said.append(f"          {prompts['asked_by_both_sides']} were asked on both sides, and given to one by lot")
+        said.append(
+            f"          {prompts['asked_by_both_sides']} belonged to both parts, and a random choice put each into one"
+        )
     for each in report["says"]["can"]:
-        said.append(f"can       {each['kind']}, {each['rows']} rows: {each['says']}")
-    said += [f"lacks     {each}" for each in report["says"]["lacks"]]
+        said.append(f"possible  kind {each['kind']} on {each['rows']} rows: {each['says']}")
+    said += [f"lacking   {each}" for each in report["says"]["lacks"]]
     return said
 
 
 def _when(read: Mapping[str, Any]) -> str:
     if read["first"] is None:
-        return ", without a time (their order counts)"
+        return ", without times (taken in the order of the files)"
     without = f", {read['without_time']} without a time" if read["without_time"] else ""
     return f" from {read['first']} to {read['last']}{without}"
 
@@ -172,7 +174,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     said += [f"| {each['rule']} | {_cell(each['says'])} | {each['count']} |" for each in report["masked"]]
     said += [
         "",
-        "Names, addresses of the post and what only its context gives away have no rule: look through the rows.",
+        "No rule masks names, postal addresses and what only its context gives away: look through the rows.",
         "",
     ]
     if reasons := report["read"]["reasons"][:MOST_REASONS]:

@@ -75,7 +75,7 @@ class RequestLogs:
             if not asked:
                 reason = f"there is no request with custom_id {id!r}; name the batch's input file, too"
             elif len(asked) > 1 or len(said) > 1:
-                reason = f"custom_id {id!r} stands for several requests; import one batch at a time"
+                reason = f"several requests have the custom_id {id!r}; import one batch at a time"
             else:
                 ((place, row),) = said
                 yield from attempted(self._joined(asked[0][1], row, place), place)
@@ -107,7 +107,7 @@ def _said(row: Mapping[str, Any]) -> Any:
         if isinstance(value, Mapping):
             return _body(value)
         if _is_stream(value):
-            raise DataError("the answer is a stream of events; log the message that they add up to")
+            raise DataError("the answer is a stream of events; log the message that the events make up")
         if value:
             return value
     if row.get("choices"):
@@ -140,12 +140,12 @@ def _exchange(row: Mapping[str, Any], asked: Mapping[str, Any], said: Any, place
     messages = _conversation(asked)
     if said is None:
         if messages[-1]["role"] != "assistant" or len(messages) == 1:
-            raise DataError("it has a request and no answer")
+            raise DataError("the row has a request and no answer")
         messages, answer = messages[:-1], messages[-1]
     else:
         answer = answer_in(said)
     if first(asked, "conversation") is not None and "messages" not in asked:
-        raise DataError("it goes on from a conversation that OpenAI keeps; log the items that the model saw")
+        raise DataError("the request continues a conversation that OpenAI stores; log the items that the model saw")
     metadata = {**_object(asked.get("metadata")), **_object(row.get("metadata"))}
     told = (row, metadata, asked)
     ids = tuple(dict.fromkeys((*ids_at(beside, "id"), *ids_at(row, *IDS, "response.request_id")))) or (place,)
@@ -175,7 +175,7 @@ def _conversation(asked: Mapping[str, Any]) -> tuple[Message, ...]:
         head = [{"role": "system", "content": texts}]
     said = parsed(asked.get("messages") if "messages" in asked else asked.get("input"))
     if said in (None, "", []):
-        raise DataError("it has no messages")
+        raise DataError("the request has no messages")
     return (*(conversation(head) if head else ()), *conversation(said))
 
 

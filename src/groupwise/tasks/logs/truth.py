@@ -65,7 +65,7 @@ def read_truth(path: Path, *, masking: Masking, alike: float) -> Truth:
     """
     if path.suffix not in FILES or not path.is_file():
         hint = f"a {', '.join(FILES)} file whose rows have a prompt and its right answer"
-        raise ConfigError(f"--truth is {str(path)!r}, and no such file is there", hint=hint, field="--truth")
+        raise ConfigError(f"--truth is {str(path)!r}, and there is no such file", hint=hint, field="--truth")
     prompts = open_prompts(DatasetConfig(source=path.name), folder=path.parent).known
     if not any("answer" in each.columns for each in prompts):
         held = ", ".join(map(repr, dict.fromkeys(name for each in prompts for name in each.columns))) or "none"
@@ -94,8 +94,10 @@ def read_truth(path: Path, *, masking: Masking, alike: float) -> Truth:
         twice += before is not None
         found.setdefault(key, (prompt.id, Verified(row, masked(asked, masking), row["answer"])))
     if not found:
-        hint = "write the right answer of each prompt into `answer`; some are enough to begin with"
-        raise DataError(f"{path}: no answer is filled in, in {unfilled} rows", hint=hint, field="--truth", kind="empty")
+        hint = "write right answers into `answer`; you need not fill in every row"
+        raise DataError(
+            f"{path}: none of the {unfilled} rows has its answer filled in", hint=hint, field="--truth", kind="empty"
+        )
     verified = [each for _, each in found.values()]
     near, _ = alike_ones([each.messages for each in verified], alike=alike)
     kept = [each for number, each in enumerate(verified) if number not in near]

@@ -1,4 +1,4 @@
-"""Writes prompts.jsonl and held_out.jsonl: a question and its answer a line. Any file of this form will do."""
+"""Writes prompts.jsonl and held_out.jsonl: one question with its answer per line. You can use any file of this form."""
 
 import json
 import random

@@ -1,7 +1,7 @@
-"""Writes pictures/, prompts.jsonl and held_out.jsonl: a question, the file of its picture and the answer a line.
+"""Writes pictures/, prompts.jsonl and held_out.jsonl: a question per line, with its picture's file and the answer.
 
-The pictures are drawn, as shapes in a grid, since the small model was taught on such; of your own only the lines are
-needed.
+The pictures are drawn as shapes in a grid, like those that the small model was trained on. With pictures of your own
+you need only the lines.
 """
 
 import json

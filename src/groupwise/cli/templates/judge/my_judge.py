@@ -1,9 +1,9 @@
-"""A judge that needs no network and no model: it answers OpenAI's chat API on this machine, and grades by a program.
+"""A judge that needs no network and no model: it serves OpenAI's chat API on this machine, and grades with a program.
 
     python my_judge.py           # http://127.0.0.1:8431/v1; leave it running
 
-It stands in for a language model, which is what a judge is for: where a program can grade, as here, a reward function
-is better. To have a real one, put its `base_url`, `model` and `api_key_env` into my_run.yaml and delete this file.
+It replaces a language model. If a program can grade, as here, a reward function is better than a judge. To use a real
+judge, put its `base_url`, `model` and `api_key_env` into my_run.yaml and delete this file.
 """
 
 import json

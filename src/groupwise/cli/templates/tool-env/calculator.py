@@ -1,10 +1,10 @@
-"""Call the calculator, then answer: the policy has to find the numbers and the operation in the words.
+"""An environment with a calculator: the policy finds numbers and operation in a text, calls the tool, and answers.
 
-    groupwise env check calculator:Calculator    # plays it by itself, and says whether it is fit to train in
+    groupwise env check calculator:Calculator    # plays it without training, and reports problems
     groupwise run my_run.yaml                    # examples/envs/calculator.yaml in the repository
 
-Two turns that matter, and one reward at the end: a wrong expression cannot be made good, and a right one is worth
-nothing until its result is said.
+An episode has two turns and one reward at the end: after a wrong expression the answer cannot be right, and a right
+expression gets no reward until the policy says its result.
 """
 
 import random
