@@ -59,6 +59,7 @@ def document() -> dict[str, Any]:
         policies=nothing,
         recorder=Recorder(model_name=config.served_name),
         feedback=nothing,
+        quotas=nothing,
     )
     return build_app(server_over(parts, reader=nothing, supervisor=nothing)).openapi()
 
