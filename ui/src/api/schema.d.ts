@@ -317,7 +317,7 @@ export interface paths {
         put?: never;
         /**
          * Pause
-         * @description Make no more jobs by itself, also after a restart. A job that is queued goes on; cancel it to stop it.
+         * @description Make no more jobs by itself, also after a restart. A job that is queued continues; cancel it to stop it.
          */
         post: operations["pause_v1_learn_pause_post"];
         delete?: never;
@@ -397,7 +397,7 @@ export interface paths {
         put?: never;
         /**
          * Trust
-         * @description Let the ratings of a rater count again who is distrusted, and begin anew to compare them.
+         * @description Let the ratings of a distrusted rater count again, and restart the comparison of them with rewards.
          */
         post: operations["trust_v1_learn_raters_trust_post"];
         delete?: never;
@@ -1160,14 +1160,14 @@ export interface components {
             active_version: string | null;
             /**
              * Notes
-             * @description What somebody wrote about its versions, by version; those without a note are not in it.
+             * @description Users' notes on its versions, by version; only of versions with a note.
              */
             notes: {
                 [key: string]: string;
             };
             /**
              * History
-             * @description Its versions, oldest first.
+             * @description The adapter's versions, oldest first.
              */
             history: components["schemas"]["AdapterVersion"][];
         };
@@ -1188,7 +1188,7 @@ export interface components {
             active_version: string;
             /**
              * Keep Versions
-             * @description How many versions that jobs made are kept of each adapter; null keeps all.
+             * @description The number of versions made by jobs that are kept of each adapter; null keeps all.
              */
             keep_versions: number | null;
             /** Available */
@@ -1238,7 +1238,7 @@ export interface components {
             version: string;
             /**
              * Note
-             * @description As it is kept; null: there is none.
+             * @description The stored note; null if there is none.
              */
             note: string | null;
         };
@@ -1281,7 +1281,7 @@ export interface components {
             active_version: string | null;
             /**
              * Notes
-             * @description What somebody wrote about its versions, by version; those without a note are not in it.
+             * @description Users' notes on its versions, by version; only of versions with a note.
              */
             notes: {
                 [key: string]: string;
@@ -1309,7 +1309,7 @@ export interface components {
         };
         /**
          * AdapterVersion
-         * @description One version, and where it came from.
+         * @description Describes an adapter version and its origin.
          */
         AdapterVersion: {
             /**
@@ -1329,17 +1329,17 @@ export interface components {
             base_model: string;
             /**
              * Base Hash
-             * @description A fingerprint of the weights that it was trained over.
+             * @description A fingerprint of the base weights over which the version was trained.
              */
             base_hash: string;
             /**
              * Quantization
-             * @description How these were quantised, `nf4` or `int8`.
+             * @description How the base weights were quantised, `nf4` or `int8`.
              */
             quantization: string | null;
             /**
              * Parent
-             * @description The version that its training started from.
+             * @description The version from which the training started.
              */
             parent: string;
             /** Step */
@@ -1348,8 +1348,8 @@ export interface components {
             job_id: string | null;
             /**
              * Unhealthy
-             * @description What was wrong at the end of the job that made it. Such a version becomes active, answers to its adapter's name
-             *     and is continued only by hand: activated, or named with its number.
+             * @description The error of health at the end of its job. Such a version becomes active, is meant by its adapter's name and is
+             *     continued only by hand: activated, or named with its number.
              */
             unhealthy: string | null;
             /**
@@ -1360,13 +1360,13 @@ export interface components {
             surplus: boolean;
             /**
              * Note
-             * @description What somebody wrote about it: PUT /v1/adapters/{name}/notes.
+             * @description A user's note on it: PUT /v1/adapters/{name}/notes.
              */
             note: string | null;
             /**
              * Held Out
-             * @description Its own mean reward on the held-out prompts of the gate when it was last judged; null: it was not.
-             *     `metrics` are of the job that made it, whose completions its predecessor sampled.
+             * @description Its own mean reward on the gate's held-out prompts when it was last judged; null if it was not. `metrics` are
+             *     those of its job, whose completions its predecessor sampled.
              */
             held_out: number | null;
             /** Metrics */
@@ -1403,7 +1403,7 @@ export interface components {
         };
         /**
          * AnsweredMessage
-         * @description What the assistant said; its thoughts apart where there are any.
+         * @description The assistant's message, with its thoughts apart where there are any.
          */
         AnsweredMessage: {
             /**
@@ -1423,7 +1423,7 @@ export interface components {
         };
         /**
          * AnthropicEnvelope
-         * @description The same for Anthropic's clients.
+         * @description Wraps an error for Anthropic's clients.
          */
         AnthropicEnvelope: {
             /**
@@ -1438,12 +1438,12 @@ export interface components {
         };
         /**
          * AnthropicError
-         * @description One error under /v1/messages; its `type` is one of Anthropic's words.
+         * @description Describes an error under /v1/messages; its `type` is one of Anthropic's error types.
          */
         AnthropicError: {
             /**
              * Message
-             * @description What happened, the offending value, and what would be valid.
+             * @description What happened, the offending value, and the valid values.
              */
             message: string;
             /**
@@ -1453,7 +1453,7 @@ export interface components {
             type: string;
             /**
              * Param
-             * @description The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`.
+             * @description The JSON path of the wrong field, as in `groups[0].completions[1].reward`.
              */
             param: string | null;
             /** Code */
@@ -1463,7 +1463,7 @@ export interface components {
         };
         /**
          * AuditAnswer
-         * @description What was changed, the newest first.
+         * @description Changes that requests made or tried to make, the newest first.
          */
         AuditAnswer: {
             /** Changes */
@@ -1505,7 +1505,8 @@ export interface components {
         };
         /**
          * BatchCompletion
-         * @description One rollout. `text` is the whole reply; `reasoning_content` is its <think> block again, where it has one.
+         * @description Holds a rollout. `text` is the whole reply; `reasoning_content` repeats the reply's <think> block, if there is
+         *     one.
          */
         BatchCompletion: {
             /** Prompt Index */
@@ -1514,7 +1515,7 @@ export interface components {
             completion_index: number;
             /**
              * Rollout Id
-             * @description Names this rollout in /v1/train/grpo, so that exactly what was sampled is trained.
+             * @description Names this rollout in /v1/train/grpo, so that exactly the sampled tokens are trained.
              */
             rollout_id: string;
             /**
@@ -1598,7 +1599,7 @@ export interface components {
             stop?: string | string[] | null;
             /**
              * Stop Token Ids
-             * @description Token ids that end a completion, besides the model's own.
+             * @description Token ids that end a completion, in addition to the model's own.
              */
             stop_token_ids?: number[] | null;
             /**
@@ -1712,9 +1713,9 @@ export interface components {
              * @enum {unknown}
              */
             return_tokens_as_token_ids?: null | false;
-            /** @description What the answer must be: OpenAI's name for it. */
+            /** @description The required form of the answer, under OpenAI's name. */
             response_format?: components["schemas"]["ResponseFormat"] | null;
-            /** @description What the answer must be: vLLM's name for it. One of these six fields may be given. */
+            /** @description The required form of the answer, under vLLM's name. Only one of these six fields may be given. */
             structured_outputs?: components["schemas"]["StructuredOutputs"] | null;
             /**
              * Guided Json
@@ -1754,7 +1755,7 @@ export interface components {
         };
         /**
          * CachedTokens
-         * @description Of the prompt's tokens, those that were known from other requests and not computed again.
+         * @description The tokens of the prompt that were known from other requests and not computed again.
          */
         CachedTokens: {
             /**
@@ -1778,7 +1779,7 @@ export interface components {
         };
         /**
          * CancelAnswer
-         * @description `cancelled`, or `cancelling`: the worker stops after its step.
+         * @description The answer to a cancellation: `cancelled`, or `cancelling`: the worker stops after its step.
          */
         CancelAnswer: {
             /** Job Id */
@@ -1791,8 +1792,8 @@ export interface components {
         };
         /**
          * Change
-         * @description What one request changed, or was refused: `at` is UTC, ISO 8601; `things` are the names in its path, and what
-         *     came of it, such as a job's id.
+         * @description Holds the audit log's entry of a request, made or refused: `at` is UTC, ISO 8601; `things` are the names in its
+         *     path and results, such as a job's id.
          */
         Change: {
             /** At */
@@ -1871,7 +1872,7 @@ export interface components {
         };
         /**
          * ChatMessage
-         * @description One message of a conversation.
+         * @description Describes a message of a conversation in OpenAI's form.
          */
         ChatMessage: {
             /**
@@ -1883,7 +1884,7 @@ export interface components {
             content?: (string | (components["schemas"]["TextPart"] | components["schemas"]["ImagePart"])[]) | null;
             /**
              * Refusal
-             * @description What OpenAI's models say in place of content; it is read as that.
+             * @description The text of OpenAI's models in place of content; read as content.
              */
             refusal?: string | null;
             /** Reasoning Content */
@@ -1954,7 +1955,7 @@ export interface components {
             stop?: string | string[] | null;
             /**
              * Stop Token Ids
-             * @description Token ids that end a completion, besides the model's own.
+             * @description Token ids that end a completion, in addition to the model's own.
              */
             stop_token_ids?: number[] | null;
             /**
@@ -1984,7 +1985,7 @@ export interface components {
             frequency_penalty?: number | null;
             /**
              * Repetition Penalty
-             * @description What prompt or completion have is made less likely by this factor of its logit; default 1, off.
+             * @description The factor of the logit by which tokens of the prompt or completion become less likely; default 1, off.
              */
             repetition_penalty?: number | null;
             /**
@@ -2006,7 +2007,7 @@ export interface components {
             include_stop_str_in_output?: boolean | null;
             /**
              * Truncate Prompt Tokens
-             * @description Keep only so many of the last tokens of a prompt; -1: as many as fit beside what is asked for.
+             * @description Keep only this many of the last tokens of a prompt; -1: as many as fit with the requested tokens.
              */
             truncate_prompt_tokens?: number | null;
             /**
@@ -2063,9 +2064,9 @@ export interface components {
              * @enum {unknown}
              */
             return_tokens_as_token_ids?: null | false;
-            /** @description What the answer must be: OpenAI's name for it. */
+            /** @description The required form of the answer, under OpenAI's name. */
             response_format?: components["schemas"]["ResponseFormat"] | null;
-            /** @description What the answer must be: vLLM's name for it. One of these six fields may be given. */
+            /** @description The required form of the answer, under vLLM's name. Only one of these six fields may be given. */
             structured_outputs?: components["schemas"]["StructuredOutputs"] | null;
             /**
              * Guided Json
@@ -2116,14 +2117,14 @@ export interface components {
             logprobs?: boolean | null;
             /**
              * Top Logprobs
-             * @description Report this many likeliest tokens beside each.
+             * @description Report this many likeliest tokens with each sampled one.
              */
             top_logprobs?: number | null;
             chat_template_kwargs?: components["schemas"]["TemplateOptions"] | null;
             /**
              * Continue Final Message
-             * @description Whether the reply goes on with the last message, where that is the assistant's; by default it does. With false it
-             *     is a turn of its own.
+             * @description Whether the reply continues the last message if that is the assistant's, as by default. With false the reply is a
+             *     separate turn.
              */
             continue_final_message?: boolean | null;
             /**
@@ -2133,7 +2134,7 @@ export interface components {
             add_generation_prompt?: boolean | null;
             /**
              * Echo
-             * @description Give back the message that the reply goes on with, in front of it.
+             * @description Give back the message that the reply continues with, in front of it.
              */
             echo?: boolean | null;
             /**
@@ -2203,7 +2204,7 @@ export interface components {
         };
         /**
          * Check
-         * @description Something that should be so, and what is the matter where it is not.
+         * @description A check of the server's health, and what is wrong where it does not pass.
          */
         Check: {
             /** Name */
@@ -2233,7 +2234,7 @@ export interface components {
         };
         /**
          * CompletionLogprobs
-         * @description One entry a token. The first token of an echoed prompt has no log-probability and no alternatives.
+         * @description Holds an entry for each token. The first token of an echoed prompt has no log-probability and no alternatives.
          */
         CompletionLogprobs: {
             /** Tokens */
@@ -2309,7 +2310,7 @@ export interface components {
             stop?: string | string[] | null;
             /**
              * Stop Token Ids
-             * @description Token ids that end a completion, besides the model's own.
+             * @description Token ids that end a completion, in addition to the model's own.
              */
             stop_token_ids?: number[] | null;
             /**
@@ -2339,7 +2340,7 @@ export interface components {
             frequency_penalty?: number | null;
             /**
              * Repetition Penalty
-             * @description What prompt or completion have is made less likely by this factor of its logit; default 1, off.
+             * @description The factor of the logit by which tokens of the prompt or completion become less likely; default 1, off.
              */
             repetition_penalty?: number | null;
             /**
@@ -2361,7 +2362,7 @@ export interface components {
             include_stop_str_in_output?: boolean | null;
             /**
              * Truncate Prompt Tokens
-             * @description Keep only so many of the last tokens of a prompt; -1: as many as fit beside what is asked for.
+             * @description Keep only this many of the last tokens of a prompt; -1: as many as fit with the requested tokens.
              */
             truncate_prompt_tokens?: number | null;
             /**
@@ -2418,9 +2419,9 @@ export interface components {
              * @enum {unknown}
              */
             return_tokens_as_token_ids?: null | false;
-            /** @description What the answer must be: OpenAI's name for it. */
+            /** @description The required form of the answer, under OpenAI's name. */
             response_format?: components["schemas"]["ResponseFormat"] | null;
-            /** @description What the answer must be: vLLM's name for it. One of these six fields may be given. */
+            /** @description The required form of the answer, under vLLM's name. Only one of these six fields may be given. */
             structured_outputs?: components["schemas"]["StructuredOutputs"] | null;
             /**
              * Guided Json
@@ -2479,7 +2480,7 @@ export interface components {
         };
         /**
          * ConfigAnswer
-         * @description What this server was told, and what came of it. Secrets are left out.
+         * @description The configuration of this server, without secrets, and what came of it: model, device, memory, jobs' defaults.
          */
         ConfigAnswer: {
             /** Model */
@@ -2506,7 +2507,8 @@ export interface components {
         };
         /**
          * ContextEdit
-         * @description An edit of the context. Which earlier thoughts stay is the chat template's affair; all others are refused.
+         * @description Describes an edit of the context. The chat template decides which earlier thoughts stay; all other edits are
+         *     refused.
          */
         ContextEdit: {
             /** Type */
@@ -2542,7 +2544,7 @@ export interface components {
         };
         /**
          * Deadline
-         * @description Whether a job ends by its `deadline`.
+         * @description The deadline of a job, and whether the job is likely to meet it or has met it.
          */
         Deadline: {
             /**
@@ -2552,7 +2554,8 @@ export interface components {
             at: string;
             /**
              * Outlook
-             * @description If all goes on as it does it ends in time, or late; nobody can say yet; it has ended in time; it has not.
+             * @description in_time, late: the outlook if all jobs keep their present speed; unknown: it cannot be estimated yet; met,
+             *     missed: the job has ended in time, or it has not.
              * @enum {string}
              */
             outlook: "in_time" | "late" | "unknown" | "met" | "missed";
@@ -2560,7 +2563,8 @@ export interface components {
             message: string;
             /**
              * About Seconds
-             * @description Until the job ends, if all goes on as it does; null where nobody can say, or it has ended.
+             * @description Seconds until the job ends, if all jobs keep their present speed; null if that cannot be estimated, or it has
+             *     ended.
              */
             about_seconds: number | null;
         };
@@ -2605,12 +2609,12 @@ export interface components {
         };
         /**
          * ErrorBody
-         * @description One error. `code` is stable and for programs; `hint` says what to do.
+         * @description Describes an error. `code` is stable and for programs; `hint` says what to do.
          */
         ErrorBody: {
             /**
              * Message
-             * @description What happened, the offending value, and what would be valid.
+             * @description What happened, the offending value, and the valid values.
              */
             message: string;
             /**
@@ -2620,7 +2624,7 @@ export interface components {
             type: string;
             /**
              * Param
-             * @description The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`.
+             * @description The JSON path of the wrong field, as in `groups[0].completions[1].reward`.
              */
             param: string | null;
             /** Code */
@@ -2637,7 +2641,7 @@ export interface components {
         };
         /**
          * FacetCount
-         * @description How many completions have a value.
+         * @description The number of completions that have a value.
          */
         FacetCount: {
             /** Value */
@@ -2647,7 +2651,7 @@ export interface components {
         };
         /**
          * FeedbackAnswer
-         * @description What somebody said of a rollout, as it is kept.
+         * @description Feedback on a rollout, as it is kept.
          */
         FeedbackAnswer: {
             /** Id */
@@ -2661,7 +2665,7 @@ export interface components {
             version: string;
             /**
              * Score
-             * @description From 0 to 1; a thumb is 1 or 0.
+             * @description The score from 0 to 1; a thumb is 1 or 0.
              */
             score: number | null;
             /** Correction */
@@ -2704,7 +2708,7 @@ export interface components {
             feedback: components["schemas"]["FeedbackAnswer"][];
             /**
              * Counts
-             * @description How many there are in each state, whatever was asked for.
+             * @description The number of ratings in each state, for any filter of the request.
              */
             counts: {
                 [key: string]: number;
@@ -2734,7 +2738,7 @@ export interface components {
             thumb?: ("up" | "down") | null;
             /**
              * Correction
-             * @description What should have been said instead: the whole answer.
+             * @description The whole answer that should have been given instead.
              */
             correction?: string | null;
             /**
@@ -2744,12 +2748,12 @@ export interface components {
             better_than?: string | null;
             /**
              * User
-             * @description Who says so; of several scores of one answer by the same user, with the same key, the last one counts.
+             * @description The user who rates; of several scores of one answer by the same user, with the same key, the last one counts.
              */
             user?: string | null;
             /**
              * Comment
-             * @description For people; nothing is trained on it.
+             * @description A comment for people; it is not trained on.
              */
             comment?: string | null;
         };
@@ -2785,7 +2789,7 @@ export interface components {
         };
         /**
          * FunctionOutputItem
-         * @description What a tool call came to.
+         * @description Result of a tool call.
          */
         FunctionOutputItem: {
             /**
@@ -2800,7 +2804,7 @@ export interface components {
         };
         /**
          * FunctionSchema
-         * @description What a tool is called, does, and takes (JSON Schema).
+         * @description A tool's name, description and parameters (JSON Schema).
          */
         FunctionSchema: {
             /** Name */
@@ -2813,7 +2817,7 @@ export interface components {
             } | null;
             /**
              * Strict
-             * @description Of a conversation that is trained, it says nothing.
+             * @description Has no effect in a conversation that is trained.
              */
             strict?: boolean | null;
         };
@@ -2851,8 +2855,8 @@ export interface components {
             output_name?: string | null;
             /**
              * Base Adapter
-             * @description What to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the newest
-             *     version of `output_name` where there is one, else a fresh adapter.
+             * @description The adapter to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the
+             *     newest version of `output_name` if there is one, else a fresh adapter.
              */
             base_adapter?: string | null;
             /**
@@ -2863,14 +2867,14 @@ export interface components {
             auto_load: boolean | null;
             /**
              * Weight
-             * @description How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
-             *     many as one of weight 1 of the same tenant.
+             * @description The adapter's share of the training if several adapters want more than there is: this many times as many tokens
+             *     as an adapter of weight 1 of the same tenant.
              * @default 1
              */
             weight: number | null;
             /**
              * Deadline
-             * @description When the job is to have ended: seconds from when it is posted, or a time with its offset, as in
+             * @description The time by which the job should end: seconds from its submission, or a time with its offset, as in
              *     `2030-01-31T18:00:00Z`. Until then it goes before others of the same tenant, by no more than it would get back.
              */
             deadline?: number | string | null;
@@ -2948,7 +2952,7 @@ export interface components {
             target_modules?: string | string[] | null;
             /**
              * Checkpoint Interval
-             * @description Steps between checkpoints, from which the job goes on if its worker dies; null is 10.
+             * @description Steps between checkpoints, from which the job continues if its worker dies; null is 10.
              */
             checkpoint_interval?: number | null;
             /**
@@ -3049,7 +3053,7 @@ export interface components {
             kl?: string | null;
             /**
              * Kl Coeff
-             * @description Its weight; 0 is off. The default is 0.1, and null (off) with another `policy_loss` than grpo.
+             * @description The weight of the KL; 0 is off. The default is 0.1, and null (off) with another `policy_loss` than grpo.
              */
             kl_coeff?: number | null;
             /**
@@ -3087,14 +3091,14 @@ export interface components {
             advantage_eps: number | null;
             /**
              * Advantage Ddof
-             * @description What is taken off n in that deviation's denominator: 1, the sample's deviation; 0, the population's.
+             * @description The number subtracted from n in that deviation's denominator: 1, the sample's deviation; 0, the population's.
              * @default 1
              */
             advantage_ddof: number | null;
             /**
              * Clip Epsilon
-             * @description How far the ratio may go from 1: `clip_low` and `clip_high`, where these are not given. The default is 0.2, and
-             *     null (the preset's own) with another `policy_loss` than grpo.
+             * @description How far the ratio may go from 1: `clip_low` and `clip_high`, unless these are given. The default is 0.2, and null
+             *     (the preset's own) with another `policy_loss` than grpo.
              */
             clip_epsilon?: number | null;
             /**
@@ -3123,8 +3127,9 @@ export interface components {
             teacher_coefficient: number | null;
             /**
              * Router Replay
-             * @description In a mixture of experts, train each token with the experts that it was sampled with (docs/mixtures.md): null,
-             *     where they are recorded, which is for rollouts of the local engine; true, or refuse the job; false, never.
+             * @description In a mixture of experts, whether each token is trained with the experts with which it was sampled
+             *     (docs/mixtures.md). null: if they are recorded, which the local engine does; true: always, or the job is refused;
+             *     false: never.
              */
             router_replay?: boolean | null;
         };
@@ -3237,7 +3242,7 @@ export interface components {
         };
         /**
          * ImageContent
-         * @description An image, for models that see. `detail` beside it changes nothing.
+         * @description Holds an image, for models with vision. The field `detail` is ignored.
          */
         ImageContent: {
             /**
@@ -3277,7 +3282,7 @@ export interface components {
         };
         /**
          * InputMessage
-         * @description One message.
+         * @description Describes a message of the conversation in Anthropic's form.
          */
         InputMessage: {
             /**
@@ -3290,7 +3295,7 @@ export interface components {
         };
         /**
          * InputTokens
-         * @description How many tokens the policy would be shown.
+         * @description The number of tokens that the policy would be shown for a request.
          */
         InputTokens: {
             /** Input Tokens */
@@ -3298,7 +3303,7 @@ export interface components {
         };
         /**
          * JobError
-         * @description Why a job failed.
+         * @description The error with which a job failed.
          */
         JobError: {
             /** Code */
@@ -3309,13 +3314,13 @@ export interface components {
             hint: string | null;
             /**
              * Log
-             * @description Of a job that killed its workers: the end of what the last of them said.
+             * @description For a job that killed its workers, the end of the last worker's output.
              */
             log?: string | null;
         };
         /**
          * JobFinding
-         * @description Something that looks wrong in the metrics of a job or a run.
+         * @description A problem that a rule found in the metrics of a job or a run.
          */
         JobFinding: {
             /**
@@ -3411,7 +3416,7 @@ export interface components {
         };
         /**
          * LearnAnswer
-         * @description What automatic training does, or why it does nothing.
+         * @description The state of automatic training: what it does, or why it does nothing.
          */
         LearnAnswer: {
             /**
@@ -3423,19 +3428,19 @@ export interface components {
             paused: boolean;
             /**
              * Reason
-             * @description What it does at the moment, or waits for.
+             * @description What learning does at the moment, or waits for.
              */
             reason: string;
             /** Adapter */
             adapter: string | null;
             /**
              * Ratings
-             * @description Those that wait and can be trained on, when they were last looked at.
+             * @description The ratings that wait and can be trained on, at the last look.
              */
             ratings: number;
             /**
              * After
-             * @description How many of them make a job.
+             * @description The number of ratings that make a job.
              */
             after: number | null;
             /**
@@ -3471,22 +3476,24 @@ export interface components {
             trial_share: number | null;
             /**
              * Trial Stage
-             * @description `canary`: instead of the active version; `shadow`: once more after it, and nobody sees it.
+             * @description `canary`: it answers instead of the active version; `shadow`: it answers again after the active version, unseen
+             *     by clients.
              */
             trial_stage: ("shadow" | "canary") | null;
             /**
              * Trial Pairs
-             * @description How many pairs of answers a shadow has compared.
+             * @description The number of pairs of answers that a shadow has compared.
              */
             trial_pairs: number | null;
             /**
              * Trial Ratings
-             * @description How many ratings of its answers a canary has.
+             * @description The number of ratings of a canary's answers.
              */
             trial_ratings: number | null;
             /**
              * Trial Most
-             * @description At how many pairs or ratings the trial ends at the latest; what is known then decides, or `undecided`.
+             * @description The number of pairs or ratings at which the trial ends at the latest; the evidence then decides, or
+             *     `undecided`.
              */
             trial_most: number | null;
             /**
@@ -3497,13 +3504,13 @@ export interface components {
             raters: components["schemas"]["RaterAnswer"][];
             /**
              * Transitions
-             * @description What happened lately, newest first.
+             * @description The latest transitions, newest first.
              */
             transitions: components["schemas"]["LearnTransition"][];
         };
         /**
          * LearnHistory
-         * @description What automatic training, gates and canaries did, in pages.
+         * @description Past events of automatic training, gates and canaries, in pages.
          */
         LearnHistory: {
             /**
@@ -3519,7 +3526,7 @@ export interface components {
         };
         /**
          * LearnTransition
-         * @description Something that automatic training, a gate, a shadow or a canary did.
+         * @description An event of automatic training, a gate, a shadow or a canary.
          */
         LearnTransition: {
             /** Seq */
@@ -3528,7 +3535,7 @@ export interface components {
             at: string;
             /**
              * Kind
-             * @description For programs; docs/learn.md lists them.
+             * @description The kind, for programs; docs/learn.md lists them.
              */
             kind: string;
             /** Message */
@@ -3560,7 +3567,7 @@ export interface components {
             free_gb: number | null;
             /**
              * Model Gb
-             * @description Of it the base model's weights.
+             * @description The part of it that the base model's weights take.
              */
             model_gb: number;
         };
@@ -3672,7 +3679,7 @@ export interface components {
             good: string;
             /**
              * Otherwise
-             * @description What to do where it is not; empty where only the rules say it.
+             * @description What to do if it is not good; empty if only the rules say it.
              */
             otherwise: string;
             /** Rules */
@@ -3695,7 +3702,7 @@ export interface components {
             id: string;
             /**
              * Holds
-             * @description When it holds, as "mean of 10: warn > 0.3, error > 0.8".
+             * @description The condition under which it holds, as "mean of 10: warn > 0.3, error > 0.8".
              */
             holds: string;
             /** Remedies */
@@ -3703,7 +3710,7 @@ export interface components {
         };
         /**
          * ModelCard
-         * @description Something that `model` may say: the base model, an adapter, or one of its versions.
+         * @description A name that `model` may have: the base model, an adapter, or one of its versions.
          */
         ModelCard: {
             /** Id */
@@ -3725,7 +3732,7 @@ export interface components {
             root: string;
             /**
              * Parent
-             * @description What an adapter was trained on.
+             * @description The base model of an adapter.
              */
             parent: string | null;
             /** Max Model Len */
@@ -3825,7 +3832,7 @@ export interface components {
         };
         /**
          * OutputConfig
-         * @description What the reply is to look like. `effort` changes nothing.
+         * @description The form that the reply is to have. `effort` changes nothing.
          */
         OutputConfig: {
             /** Effort */
@@ -3834,7 +3841,7 @@ export interface components {
         };
         /**
          * PostedImage
-         * @description The bytes of an image. `detail` beside them changes nothing.
+         * @description Holds the bytes of an image. The field `detail` is ignored.
          */
         PostedImage: {
             /**
@@ -3855,7 +3862,7 @@ export interface components {
         };
         /**
          * RaterAnswer
-         * @description What is known of somebody who rates.
+         * @description The record of a rater: how often its ratings agree with known rewards, and whether they count.
          */
         RaterAnswer: {
             /**
@@ -3875,7 +3882,7 @@ export interface components {
             known: number;
             /**
              * Agreed
-             * @description How many of these ratings the rewards agree with.
+             * @description The number of these ratings with which the rewards agree.
              */
             agreed: number;
             /**
@@ -3968,7 +3975,7 @@ export interface components {
         };
         /**
          * RefusalContent
-         * @description What the assistant said when it refused.
+         * @description Text with which the assistant refused to answer.
          */
         RefusalContent: {
             /**
@@ -3981,7 +3988,7 @@ export interface components {
         };
         /**
          * ResponseFormat
-         * @description What the answer is: text, a JSON object, or JSON that a schema allows.
+         * @description The form of the answer: text, a JSON object, or JSON that a schema allows.
          */
         ResponseFormat: {
             /**
@@ -4004,7 +4011,7 @@ export interface components {
             instructions?: string | null;
             /**
              * Previous Response Id
-             * @description A stored response whose conversation this one goes on from; its `instructions` are not taken over.
+             * @description A stored response whose conversation this one continues from; its `instructions` are not taken over.
              */
             previous_response_id?: string | null;
             /**
@@ -4043,7 +4050,7 @@ export interface components {
         };
         /**
          * RolloutDetail
-         * @description One completion with its tokens; `logprobs` are those of its sampler, null where nobody recorded them.
+         * @description Describes a completion with its tokens; `logprobs` are the sampler's, null if they were not recorded.
          */
         RolloutDetail: {
             /** Id */
@@ -4059,19 +4066,20 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
+             * @description null: no job was posted the completion under this id; or the completion could not be scored.
              */
             reward: number | null;
             /**
              * Job
-             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             * @description The newest job that was posted the completion under this id, or the requested job; null in a run, and before the
+             *     first job.
              */
             job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
              * Version
-             * @description What sampled it; null where a job was not told.
+             * @description The version that sampled the completion; null if the job's request did not say.
              */
             version: string | null;
             /** Finish Reason */
@@ -4092,34 +4100,34 @@ export interface components {
             created_at: string;
             /**
              * Rewards
-             * @description The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
-             *     and has none.
+             * @description The parts of a run's reward by name; null: this function failed. Empty in a job, which is posted one reward.
              */
             rewards: {
                 [key: string]: number | null;
             };
             /**
              * Error
-             * @description Why a run could not score it.
+             * @description Why a run could not score the completion.
              */
             error: string | null;
             /** Token Ids */
             token_ids: number[];
             /**
              * Tokens
-             * @description As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
-             *     tokenizer is not on this machine.
+             * @description The tokens as text. A run's episode includes the messages between the policy's turns. If the run's tokenizer is
+             *     not on this machine, each entry is a whole turn.
              */
             tokens: string[];
             /**
              * Logprobs
-             * @description One for each of `tokens`; null for what the policy did not write.
+             * @description One for each of `tokens`; null for tokens that the policy did not sample.
              */
             logprobs: (number | null)[] | null;
         };
         /**
          * RolloutFacets
-         * @description What completions can be filtered by, and how many have it; values with the most completions come first.
+         * @description Values that completions can be filtered by, with the number of completions of each; the most frequent come
+         *     first.
          */
         RolloutFacets: {
             /**
@@ -4133,12 +4141,12 @@ export interface components {
             finish_reasons: components["schemas"]["FacetCount"][];
             /**
              * Steps
-             * @description Of a run, newest first: every step that has completions.
+             * @description For a run, every step that has completions, newest first.
              */
             steps: number[];
             /**
              * Tags
-             * @description Of a run: the prompts' other columns that have few values, by name.
+             * @description For a run, the prompts' other columns with few values, by name.
              */
             tags: {
                 [key: string]: components["schemas"]["FacetCount"][];
@@ -4157,7 +4165,7 @@ export interface components {
             prompt_token_ids: number[];
             /**
              * Images
-             * @description Of a prompt with images, in order: the address of each on this server; null where it is not kept any more.
+             * @description For a prompt with images, in order, the address of each on this server; null if the image is no longer kept.
              */
             images?: (string | null)[] | null;
             /** Rollouts */
@@ -4175,13 +4183,14 @@ export interface components {
             next: number | null;
             /**
              * Newest
-             * @description Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later.
+             * @description A cursor to the newest completion that was sampled here (not of a job): send it as `since` to get only later
+             *     ones.
              */
             newest?: number | null;
         };
         /**
          * RolloutRow
-         * @description One completion in a list; long texts are cut.
+         * @description Describes a completion in a list; long texts are cut.
          */
         RolloutRow: {
             /** Id */
@@ -4197,19 +4206,20 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
+             * @description null: no job was posted the completion under this id; or the completion could not be scored.
              */
             reward: number | null;
             /**
              * Job
-             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             * @description The newest job that was posted the completion under this id, or the requested job; null in a run, and before the
+             *     first job.
              */
             job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
              * Version
-             * @description What sampled it; null where a job was not told.
+             * @description The version that sampled the completion; null if the job's request did not say.
              */
             version: string | null;
             /** Finish Reason */
@@ -4236,7 +4246,7 @@ export interface components {
         ScoredCompletion: {
             /**
              * Reward
-             * @description How good it is; only differences within its group count.
+             * @description The completion's reward; only differences within its group count.
              */
             reward: number;
             /**
@@ -4246,12 +4256,12 @@ export interface components {
             text?: string | null;
             /**
              * Rollout Id
-             * @description What /v1/completions/batch called it: its tokens and their log-probabilities are known here.
+             * @description The completion's id from /v1/completions/batch: the server knows its tokens and their log-probabilities.
              */
             rollout_id?: string | null;
             /**
              * Token Ids
-             * @description Its tokens, the end of the turn included.
+             * @description The completion's tokens, including the end of the turn.
              */
             token_ids?: number[] | null;
             /**
@@ -4286,7 +4296,7 @@ export interface components {
             chat_template_kwargs?: components["schemas"]["TemplateOptions"] | null;
             /**
              * Completions
-             * @description At least two, or there is nothing to compare.
+             * @description The completions of the group, at least two, because one cannot be compared.
              */
             completions: components["schemas"]["ScoredCompletion"][];
         };
@@ -4313,8 +4323,8 @@ export interface components {
             output_name?: string | null;
             /**
              * Base Adapter
-             * @description What to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the newest
-             *     version of `output_name` where there is one, else a fresh adapter.
+             * @description The adapter to continue: a version (`math@3`), a name (its newest version), or `base`: a fresh adapter. null: the
+             *     newest version of `output_name` if there is one, else a fresh adapter.
              */
             base_adapter?: string | null;
             /**
@@ -4325,14 +4335,14 @@ export interface components {
             auto_load: boolean | null;
             /**
              * Weight
-             * @description How much of the training the adapter gets where several want more than there is: of the tokens, so many times as
-             *     many as one of weight 1 of the same tenant.
+             * @description The adapter's share of the training if several adapters want more than there is: this many times as many tokens
+             *     as an adapter of weight 1 of the same tenant.
              * @default 1
              */
             weight: number | null;
             /**
              * Deadline
-             * @description When the job is to have ended: seconds from when it is posted, or a time with its offset, as in
+             * @description The time by which the job should end: seconds from its submission, or a time with its offset, as in
              *     `2030-01-31T18:00:00Z`. Until then it goes before others of the same tenant, by no more than it would get back.
              */
             deadline?: number | string | null;
@@ -4410,7 +4420,7 @@ export interface components {
             target_modules?: string | string[] | null;
             /**
              * Checkpoint Interval
-             * @description Steps between checkpoints, from which the job goes on if its worker dies; null is 10.
+             * @description Steps between checkpoints, from which the job continues if its worker dies; null is 10.
              */
             checkpoint_interval?: number | null;
             /**
@@ -4497,7 +4507,7 @@ export interface components {
             } | null;
             /**
              * Regex
-             * @description What the whole text matches, in the syntax of Rust's regular expressions.
+             * @description A regular expression that the whole text matches, in the syntax of Rust's regular expressions.
              */
             regex?: string | null;
             /**
@@ -4538,7 +4548,7 @@ export interface components {
         };
         /**
          * TemplateOptions
-         * @description What a request tells the chat template besides the messages: what the template reads, by its names.
+         * @description Holds variables for the chat template in addition to the messages, by the template's names.
          */
         TemplateOptions: {
             /** Enable Thinking */
@@ -4558,7 +4568,7 @@ export interface components {
         };
         /**
          * TenantShown
-         * @description What a tenant has.
+         * @description A tenant, with its keys, adapters, jobs and bytes on disk.
          */
         TenantShown: {
             /** Keys */
@@ -4573,13 +4583,13 @@ export interface components {
             jobs_running: number;
             /**
              * Weight
-             * @description How much of the training it gets beside others.
+             * @description The tenant's weight when tenants share the training.
              */
             weight: number;
         };
         /**
          * TextBlock
-         * @description Text. `cache_control` and `citations` beside it change nothing.
+         * @description Holds text. The fields `cache_control` and `citations` are ignored.
          */
         TextBlock: {
             /**
@@ -4621,7 +4631,7 @@ export interface components {
         };
         /**
          * TextContent
-         * @description Text of a message; `annotations` and `logprobs` beside it change nothing.
+         * @description Holds text of a message. The fields `annotations` and `logprobs` are ignored.
          */
         TextContent: {
             /**
@@ -4668,7 +4678,7 @@ export interface components {
         };
         /**
          * Thinking
-         * @description Whether the model is to think, where its chat template reads that. No budget is kept: `max_tokens` ends all.
+         * @description Switch for the model's thinking, where its chat template reads one. No budget is kept: `max_tokens` ends all.
          */
         Thinking: {
             /**
@@ -4754,7 +4764,7 @@ export interface components {
         };
         /**
          * ToolResultBlock
-         * @description What a tool call came to. `is_error` is not shown to the model: say it in the content.
+         * @description Result of a tool call. `is_error` is not shown to the model: say it in the content.
          */
         ToolResultBlock: {
             /**
@@ -4809,7 +4819,7 @@ export interface components {
             running: components["schemas"]["TrainStatus"] | null;
             /**
              * Beside
-             * @description The others that run.
+             * @description The other running jobs.
              */
             beside: components["schemas"]["TrainStatus"][];
             /** Queued */
@@ -4822,8 +4832,9 @@ export interface components {
         };
         /**
          * TrainStatus
-         * @description One job. Times are ISO 8601, UTC. `completed` means served, unless it was not to be (`auto_load`) or is
-         *     `unhealthy`: then its version is stored, and `warnings` say how to activate it.
+         * @description Holds the state of a training job. Times are ISO 8601, UTC. A `completed` job's version is served, unless the
+         *     request had `auto_load: false` or the version is `unhealthy`: then the version is stored, and `warnings` say how to
+         *     activate it.
          */
         TrainStatus: {
             /** Job Id */
@@ -4854,19 +4865,19 @@ export interface components {
             steps: number;
             /**
              * Current Loss
-             * @description Of the last step; null before the first.
+             * @description The loss of the last step; null before the first.
              */
             current_loss: number | null;
             /** Adapter Name */
             adapter_name: string;
             /**
              * Adapter Version
-             * @description What it published.
+             * @description The version that the job published.
              */
             adapter_version: string | null;
             /**
              * Metrics
-             * @description Of the last step.
+             * @description The metrics of the last step.
              */
             metrics: {
                 [key: string]: number;
@@ -4879,12 +4890,12 @@ export interface components {
             finished_at: string | null;
             /**
              * Elapsed Secs
-             * @description From the submission to the end, or to now.
+             * @description Seconds from the submission to the end, or to now.
              */
             elapsed_secs: number;
             /**
              * Duration Secs
-             * @description From the start to the end, or to now, without the time in the queue; null for a job that never ran.
+             * @description Seconds from the start to the end, or to now, without the time in the queue; null for a job that never ran.
              */
             duration_secs: number | null;
             /** Position */
@@ -4895,7 +4906,7 @@ export interface components {
             deadline: components["schemas"]["Deadline"] | null;
             /**
              * Attempt
-             * @description How often a worker took it; above 1 after a crash or a restart, or where it made way for others.
+             * @description How often a worker took the job; above 1 after a crash or a restart, or if it made way for others.
              */
             attempt: number;
             /** Cancel Requested */
@@ -4903,14 +4914,15 @@ export interface components {
             error: components["schemas"]["JobError"] | null;
             /**
              * Config
-             * @description As it acts: rank, scale and targets of the adapter that is continued or begun, where the request names none.
+             * @description The configuration in use: with rank, scale and targets of the continued or new adapter if the request names
+             *     none.
              */
             config: {
                 [key: string]: unknown;
             };
             /**
              * Summary
-             * @description What was submitted, in numbers.
+             * @description The submission in numbers.
              */
             summary: {
                 [key: string]: unknown;
@@ -4923,7 +4935,7 @@ export interface components {
             changed: string[] | null;
             /**
              * Unhealthy
-             * @description What was wrong at its end, where that is an error of health: the version is stored and was not made active.
+             * @description The error of health at the job's end: the version is stored and was not made active.
              */
             unhealthy: string | null;
             /** Warnings */
@@ -4956,13 +4968,14 @@ export interface components {
             deadline: components["schemas"]["Deadline"] | null;
             /**
              * Warnings
-             * @description What is legal and perhaps not meant.
+             * @description Things that are legal and perhaps not meant.
              */
             warnings: string[];
         };
         /**
          * TrainingShown
-         * @description What a job trains with that says nothing itself: every field of `config` of /v1/train/grpo and /v1/train/sft.
+         * @description The default settings of jobs: every field of `config` of /v1/train/grpo and /v1/train/sft, as in a job that sets
+         *     none.
          */
         TrainingShown: {
             /** Grpo */
@@ -5006,7 +5019,7 @@ export interface components {
         };
         /**
          * UsageAnswer
-         * @description What named keys used.
+         * @description Counts of the requests and tokens of named keys, by day.
          */
         UsageAnswer: {
             /**
@@ -5022,7 +5035,7 @@ export interface components {
         };
         /**
          * UsedByKey
-         * @description What a named key used on a day.
+         * @description Counts of the requests and tokens of a named key on one day.
          */
         UsedByKey: {
             /**
@@ -5062,13 +5075,14 @@ export interface components {
         };
         /**
          * Waits
-         * @description Why a job waits.
+         * @description The reason why a job waits.
          */
         Waits: {
             /**
              * Reason
-             * @description A job before it has to do with its adapter; it, or what is trained, has none beside it; others have had less;
-             *     there is no room for another one; the worker is being started.
+             * @description Why the job waits. adapter: an earlier job trains the same adapter; alone: this job, or the one that is trained,
+             *     must run alone; turn: others come first, which have had less; room: there is no room for another one; worker: the
+             *     worker is being started.
              * @enum {string}
              */
             reason: "adapter" | "alone" | "turn" | "room" | "worker";
@@ -5076,12 +5090,12 @@ export interface components {
             message: string;
             /**
              * Job Id
-             * @description Whose end it waits for, where that is one job.
+             * @description The job for whose end it waits, if it is a single one.
              */
             job_id: string | null;
             /**
              * About Seconds
-             * @description Until it begins, if all goes on as it does; null where nobody can say.
+             * @description Seconds until it begins, if all jobs keep their present speed; null if that cannot be estimated.
              */
             about_seconds: number | null;
         };

@@ -73,7 +73,7 @@ export interface paths {
         };
         /**
          * Run Metrics
-         * @description Return what was recorded of each step so far, or only what came behind a cursor.
+         * @description Return the metrics of each step so far, or only those after a cursor.
          */
         get: operations["run_metrics_v1_runs__run__metrics_get"];
         put?: never;
@@ -294,7 +294,7 @@ export interface components {
     schemas: {
         /**
          * AnthropicEnvelope
-         * @description The same for Anthropic's clients.
+         * @description Wraps an error for Anthropic's clients.
          */
         AnthropicEnvelope: {
             /**
@@ -309,12 +309,12 @@ export interface components {
         };
         /**
          * AnthropicError
-         * @description One error under /v1/messages; its `type` is one of Anthropic's words.
+         * @description Describes an error under /v1/messages; its `type` is one of Anthropic's error types.
          */
         AnthropicError: {
             /**
              * Message
-             * @description What happened, the offending value, and what would be valid.
+             * @description What happened, the offending value, and the valid values.
              */
             message: string;
             /**
@@ -324,7 +324,7 @@ export interface components {
             type: string;
             /**
              * Param
-             * @description The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`.
+             * @description The JSON path of the wrong field, as in `groups[0].completions[1].reward`.
              */
             param: string | null;
             /** Code */
@@ -334,12 +334,12 @@ export interface components {
         };
         /**
          * ErrorBody
-         * @description One error. `code` is stable and for programs; `hint` says what to do.
+         * @description Describes an error. `code` is stable and for programs; `hint` says what to do.
          */
         ErrorBody: {
             /**
              * Message
-             * @description What happened, the offending value, and what would be valid.
+             * @description What happened, the offending value, and the valid values.
              */
             message: string;
             /**
@@ -349,7 +349,7 @@ export interface components {
             type: string;
             /**
              * Param
-             * @description The JSON path of the field that is wrong, as in `groups[0].completions[1].reward`.
+             * @description The JSON path of the wrong field, as in `groups[0].completions[1].reward`.
              */
             param: string | null;
             /** Code */
@@ -366,7 +366,7 @@ export interface components {
         };
         /**
          * FacetCount
-         * @description How many completions have a value.
+         * @description The number of completions that have a value.
          */
         FacetCount: {
             /** Value */
@@ -376,7 +376,7 @@ export interface components {
         };
         /**
          * JobFinding
-         * @description Something that looks wrong in the metrics of a job or a run.
+         * @description A problem that a rule found in the metrics of a job or a run.
          */
         JobFinding: {
             /**
@@ -426,7 +426,7 @@ export interface components {
             good: string;
             /**
              * Otherwise
-             * @description What to do where it is not; empty where only the rules say it.
+             * @description What to do if it is not good; empty if only the rules say it.
              */
             otherwise: string;
             /** Rules */
@@ -449,7 +449,7 @@ export interface components {
             id: string;
             /**
              * Holds
-             * @description When it holds, as "mean of 10: warn > 0.3, error > 0.8".
+             * @description The condition under which it holds, as "mean of 10: warn > 0.3, error > 0.8".
              */
             holds: string;
             /** Remedies */
@@ -463,7 +463,7 @@ export interface components {
         PairedChange: {
             /**
              * Measure
-             * @description As `greedy/reward` or `sampled/pass@8`.
+             * @description The measure, as `greedy/reward` or `sampled/pass@8`.
              */
             measure: string;
             /** Prompts */
@@ -483,7 +483,8 @@ export interface components {
         };
         /**
          * RolloutFacets
-         * @description What completions can be filtered by, and how many have it; values with the most completions come first.
+         * @description Values that completions can be filtered by, with the number of completions of each; the most frequent come
+         *     first.
          */
         RolloutFacets: {
             /**
@@ -497,12 +498,12 @@ export interface components {
             finish_reasons: components["schemas"]["FacetCount"][];
             /**
              * Steps
-             * @description Of a run, newest first: every step that has completions.
+             * @description For a run, every step that has completions, newest first.
              */
             steps: number[];
             /**
              * Tags
-             * @description Of a run: the prompts' other columns that have few values, by name.
+             * @description For a run, the prompts' other columns with few values, by name.
              */
             tags: {
                 [key: string]: components["schemas"]["FacetCount"][];
@@ -520,13 +521,14 @@ export interface components {
             next: number | null;
             /**
              * Newest
-             * @description Of what was sampled here, newest first, and not of a job: send it as `since` to get only what came later.
+             * @description A cursor to the newest completion that was sampled here (not of a job): send it as `since` to get only later
+             *     ones.
              */
             newest?: number | null;
         };
         /**
          * RolloutPart
-         * @description A turn of an episode, or a message between two, which is so many of the episode's `tokens`.
+         * @description Describes a turn of an episode, or a message between two turns, and how many of the episode's `tokens` it has.
          */
         RolloutPart: {
             /**
@@ -538,7 +540,7 @@ export interface components {
             tokens: number;
             /**
              * Images
-             * @description Of a message with images, in order: the address of each; null where it is not kept any more.
+             * @description For a message with images, in order, the address of each; null if the image is no longer kept.
              */
             images?: (string | null)[] | null;
             /**
@@ -548,7 +550,7 @@ export interface components {
             reward: number | null;
             /**
              * Begins Segment
-             * @description The turn does not go on from the one before, and begins a token sequence of its own.
+             * @description The turn does not continue from the one before, and begins a token sequence of its own.
              */
             begins_segment: boolean;
             /** Trained */
@@ -556,7 +558,7 @@ export interface components {
         };
         /**
          * RolloutRow
-         * @description One completion in a list; long texts are cut.
+         * @description Describes a completion in a list; long texts are cut.
          */
         RolloutRow: {
             /** Id */
@@ -572,19 +574,20 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
+             * @description null: no job was posted the completion under this id; or the completion could not be scored.
              */
             reward: number | null;
             /**
              * Job
-             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             * @description The newest job that was posted the completion under this id, or the requested job; null in a run, and before the
+             *     first job.
              */
             job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
              * Version
-             * @description What sampled it; null where a job was not told.
+             * @description The version that sampled the completion; null if the job's request did not say.
              */
             version: string | null;
             /** Finish Reason */
@@ -625,7 +628,7 @@ export interface components {
             prompt: string;
             /**
              * Images
-             * @description Of a prompt with images, in order: the address of each; null where it is not kept any more.
+             * @description For a prompt with images, in order, the address of each; null if the image is no longer kept.
              */
             images?: (string | null)[] | null;
             /** Columns */
@@ -642,7 +645,7 @@ export interface components {
         RunDetail: {
             /**
              * Run
-             * @description Its id here: the directory's name, with more of its path in front where two have the same.
+             * @description The run's id here: the directory's name, with more of its path in front if two have the same.
              */
             run: string;
             /** Directory */
@@ -662,7 +665,7 @@ export interface components {
             step: number;
             /**
              * Steps
-             * @description How many it is to make; null where its configuration cannot be read.
+             * @description The number of steps that it should make; null if its configuration cannot be read.
              */
             steps: number | null;
             /**
@@ -692,7 +695,7 @@ export interface components {
             };
             /**
              * Changed
-             * @description The keys of `config` whose values are not the defaults; empty where it is no configuration of this version.
+             * @description The keys of `config` whose values are not the defaults; empty if it is not a configuration of this version.
              */
             changed: string[];
             /**
@@ -702,7 +705,7 @@ export interface components {
             versions: string[];
             /**
              * Notes
-             * @description What could not be read.
+             * @description Parts that could not be read.
              */
             notes: string[];
         };
@@ -725,8 +728,8 @@ export interface components {
         };
         /**
          * RunEvaluations
-         * @description What training changed on the held-out prompts, from the evaluation at step `first` to that at step `last`, which
-         *     is the last one, or that of the version which the run keeps.
+         * @description The change that training made on the held-out prompts, from the evaluation at step `first` to that at step
+         *     `last`, which is the last one, or that of the version which the run keeps.
          *
          *     `mode` is null where there are not two evaluations of the same prompts.
          */
@@ -747,18 +750,18 @@ export interface components {
             worse: number;
             /**
              * Paired
-             * @description Of each mode and measure, from `first` to `last`.
+             * @description The change from `first` to `last`, for each mode and measure.
              */
             paired: components["schemas"]["PairedChange"][];
             /**
              * Changed
-             * @description Those whose reward changed most: a few that got better, then a few that got worse.
+             * @description The prompts whose reward changed most: a few that got better, then a few that got worse.
              */
             changed: components["schemas"]["RunChange"][];
         };
         /**
          * RunHealth
-         * @description What a run's metrics say is going wrong; remedies are overrides of its configuration.
+         * @description Problems that a run's metrics show; remedies are overrides of its configuration.
          */
         RunHealth: {
             /**
@@ -781,15 +784,15 @@ export interface components {
             runs: components["schemas"]["RunSummary"][];
             /**
              * Served
-             * @description Of `groupwise serve RUN`: the version of the run that the server began with, or `base`; its web interface is at
+             * @description With `groupwise serve RUN`, the version of the run that the server began with, or `base`; its web interface is at
              *     /ui/ of the same address. null: no model is served here.
              */
             served: string | null;
         };
         /**
          * RunMetrics
-         * @description What a run recorded: {"step", "time", <metric>: <number>, ...} for each line of its metrics.jsonl. Training and
-         *     evaluation write a line each of the same step; of a metric that stands in two, the later counts.
+         * @description Metrics that a run recorded: {"step", "time", <metric>: <number>, ...} for each line of its metrics.jsonl.
+         *     Training and evaluation each write a line of the same step; of a metric that is in both, the later line counts.
          */
         RunMetrics: {
             /** Run */
@@ -805,13 +808,13 @@ export interface components {
             next: string;
             /**
              * Anew
-             * @description The file was written anew since `after`, as when a run goes on from a checkpoint: `steps` are all there are.
+             * @description The file was rewritten since `after`, as when a run resumes from a checkpoint: `steps` are all of them.
              */
             anew: boolean;
         };
         /**
          * RunRollout
-         * @description One completion of a run.
+         * @description Describes a run's completion.
          */
         RunRollout: {
             /** Id */
@@ -827,19 +830,20 @@ export interface components {
             text: string;
             /**
              * Reward
-             * @description null: sampled, and no job was posted it under this id; or it could not be scored.
+             * @description null: no job was posted the completion under this id; or the completion could not be scored.
              */
             reward: number | null;
             /**
              * Job
-             * @description The newest job that was posted it under this id, or the one that was asked for; null in a run, and before one.
+             * @description The newest job that was posted the completion under this id, or the requested job; null in a run, and before the
+             *     first job.
              */
             job: string | null;
             /** Advantage */
             advantage: number | null;
             /**
              * Version
-             * @description What sampled it; null where a job was not told.
+             * @description The version that sampled the completion; null if the job's request did not say.
              */
             version: string | null;
             /** Finish Reason */
@@ -860,38 +864,37 @@ export interface components {
             created_at: string;
             /**
              * Rewards
-             * @description The parts of the reward by name, of a run's completion; null: that function failed. A job is posted one reward,
-             *     and has none.
+             * @description The parts of a run's reward by name; null: this function failed. Empty in a job, which is posted one reward.
              */
             rewards: {
                 [key: string]: number | null;
             };
             /**
              * Error
-             * @description Why a run could not score it.
+             * @description Why a run could not score the completion.
              */
             error: string | null;
             /** Token Ids */
             token_ids: number[];
             /**
              * Tokens
-             * @description As text. Of a run's episode with what the policy was told between its turns; and whole turns, where the run's
-             *     tokenizer is not on this machine.
+             * @description The tokens as text. A run's episode includes the messages between the policy's turns. If the run's tokenizer is
+             *     not on this machine, each entry is a whole turn.
              */
             tokens: string[];
             /**
              * Logprobs
-             * @description One for each of `tokens`; null for what the policy did not write.
+             * @description One for each of `tokens`; null for tokens that the policy did not sample.
              */
             logprobs: (number | null)[] | null;
             /**
              * Gaps
-             * @description For each of `tokens` the trainer's log-probability minus the sampler's, where the run recorded them.
+             * @description For each of `tokens` the trainer's log-probability minus the sampler's, if the run recorded them.
              */
             gaps: (number | null)[] | null;
             /**
              * Parts
-             * @description Of an episode, who said which of `tokens`; empty for what is no episode.
+             * @description An episode's turns and messages, with the author and number of `tokens` of each; otherwise empty.
              */
             parts: components["schemas"]["RolloutPart"][];
             /**
@@ -913,7 +916,7 @@ export interface components {
             prompt_token_ids: number[];
             /**
              * Images
-             * @description Of a prompt with images, in order: the address of each; null where it is not kept any more.
+             * @description For a prompt with images, in order, the address of each; null if the image is no longer kept.
              */
             images?: (string | null)[] | null;
             /**
@@ -933,7 +936,7 @@ export interface components {
         RunSummary: {
             /**
              * Run
-             * @description Its id here: the directory's name, with more of its path in front where two have the same.
+             * @description The run's id here: the directory's name, with more of its path in front if two have the same.
              */
             run: string;
             /** Directory */
@@ -953,7 +956,7 @@ export interface components {
             step: number;
             /**
              * Steps
-             * @description How many it is to make; null where its configuration cannot be read.
+             * @description The number of steps that it should make; null if its configuration cannot be read.
              */
             steps: number | null;
             /**
