@@ -445,6 +445,23 @@ def test_the_sampler_gives_the_trainers_log_probabilities(wire: Wire) -> None:
     assert stopped.sequences[0].stop_reason in (0, 1)
 
 
+def test_a_named_snapshot_that_cannot_be_recorded_leaves_no_version(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, store = wire.model(), wire.site.server.store
+    before = store.names()
+
+    def full(_: object) -> None:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.tinker.checkpoints, "_write", full)
+        assert "the disk is full" in snapshot(wire, model, 1, 0, path="a")["error"]
+    assert store.names() == before
+    assert snapshot(wire, model, 2, 1, path="a")["path"]
+    assert wire.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/a").status_code == 204
+
+
 def test_files_that_a_record_names_stay_although_its_writing_ends_in_an_error(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
