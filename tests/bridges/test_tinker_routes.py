@@ -25,10 +25,12 @@ pytest.importorskip("google.protobuf")
 import torch
 
 from cli_project import save_model
+from groupwise.bridges.tinker.checkpoints import Checkpoint
 from groupwise.bridges.tinker.routes import NOT_OFFERED
 from groupwise.bridges.tinker.training import ALPHA
 from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
+from groupwise.errors import StorageError
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.trainer import AdamParams, TrainingService
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
@@ -441,6 +443,42 @@ def test_the_sampler_gives_the_trainers_log_probabilities(wire: Wire) -> None:
     np.testing.assert_allclose(np.frombuffer(last.prompt_logprobs, "<f4"), [np.nan, np.nan, prompt[2]], atol=1e-5)
     stopped = sample(wire, sampler, 2, sampling_params={"max_tokens": 50, "seed": 1, "stop": tokens[:1].tolist()})
     assert stopped.sequences[0].stop_reason in (0, 1)
+
+
+def test_a_named_snapshot_that_cannot_be_recorded_leaves_no_version(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, store = wire.model(), wire.site.server.store
+    before = store.names()
+
+    def full(_: object) -> None:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.tinker.checkpoints, "_write", full)
+        assert "the disk is full" in snapshot(wire, model, 1, 0, path="a")["error"]
+    assert store.names() == before
+    assert snapshot(wire, model, 2, 1, path="a")["path"]
+    assert wire.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/a").status_code == 204
+
+
+def test_files_that_a_record_names_stay_although_its_writing_ends_in_an_error(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails when the record is in place, before its directories are synchronised."""
+    model, checkpoints = wire.model(), wire.tinker.checkpoints
+    write = checkpoints._write
+
+    def fails_late(checkpoint: Checkpoint) -> None:
+        write(checkpoint)
+        raise StorageError("the disk failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_write", fails_late)
+        asked = wire.ok("save_weights_external", model_id=model, seq_id=1, path="a")
+        assert "the disk failed" in wire.answer(asked["request_id"])["error"]
+    saved = checkpoints.find(f"tinker://{model}/external_weights/a")
+    assert sum(each.stat().st_size for each in checkpoints.directory(saved).iterdir()) == saved.size_bytes > 0
 
 
 def test_of_snapshots_those_last_sampled_from_stay_and_what_is_in_flight(model_dir: Path, tmp_path: Path) -> None:

@@ -214,6 +214,20 @@ def test_a_known_key_is_answered_before_anything_is_checked_again(
     assert site.http.post("/v1/train/grpo", json=SEED_PAGE).status_code == 400
 
 
+def test_a_queued_job_is_answered_although_its_queue_cannot_be_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error would have a client without a key post the job a second time."""
+
+    def locked() -> None:
+        raise StorageError("the ledger is locked")
+
+    monkeypatch.setattr(site.ledger, "unfinished", locked)
+    answer = site.submit()
+    assert (answer["state"], answer["waits"], answer["deadline"]) == ("queued", None, None)
+    assert [job.id for job in site.ledger.jobs()] == [answer["job_id"]]
+
+
 def test_the_same_key_at_the_same_time_makes_one_job(site: Site) -> None:
     async def burst() -> list[str]:
         async with httpx2.AsyncClient(base_url=site.http.base_url, timeout=120) as http:

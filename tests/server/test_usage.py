@@ -168,6 +168,22 @@ def test_over_a_server(tmp_path: Path) -> None:
         assert [http.get("/v1/config", headers=slow).status_code for _ in range(2)] == [200, 429]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_broken_off_is_charged(tmp_path: Path, stream: bool) -> None:
+    """A key cannot get around its bound by asking for more than the deadline allows."""
+    app = {"authorization": f"Bearer {KeyFile(tmp_path).add('app', role='train', tokens_per_day=1000)}"}
+    with (
+        served(tmp_path, [chat.router, usage.router], api_key="the-owner", request_timeout_s=0.3) as site,
+        httpx2.Client(base_url=site.url, timeout=120) as http,
+    ):
+        body = {**CHAT, "max_tokens": 900, "n": 4, "stream": stream}
+        answer = http.post("/v1/chat/completions", json=body, headers=app)
+        assert answer.status_code == (200 if stream else 504) and "deadline_exceeded" in answer.text
+        (day,) = http.get("/v1/usage", headers={"authorization": "Bearer the-owner"}).json()["days"].values()
+        assert day["app"]["requests"] == 1 and 4 <= day["app"]["completion_tokens"] <= 3600
+        assert site.server.recorder.recent()[0]["completion_tokens"] == day["app"]["completion_tokens"]
+
+
 def _stream(http: httpx2.Client, headers: dict[str, str]) -> list[str]:
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     return http.post("/v1/chat/completions", json=body, headers=headers).text.splitlines()

@@ -116,6 +116,22 @@ def test_the_numbers_that_a_client_is_told_count_the_tenants_own(whole: Ledger) 
     assert [each.seq for each in ours.events(job.id, after=2)] == [3]
 
 
+def test_a_look_for_new_events_does_not_read_those_there_are(whole: Ledger) -> None:
+    """A stream looks four times a second, however long the job's story is by then."""
+    ours, steps = whole.of(OURS), list[None]()
+    job = submit(ours)
+    with whole._db.transaction("telling much") as db:
+        row = "SELECT seq, 0, 'message', 'info', 'still at it', '{}' FROM main.job"
+        for _ in range(300):
+            db.execute(f"INSERT INTO main.event (job, at, kind, level, message, data) {row}")
+    events = ours.events(job.id)
+    assert [each.seq for each in events] == [*range(1, len(events) + 1)] and len(events) > 300
+    ours._db._connection.set_progress_handler(lambda: steps.append(None), 1)  # of SQLite's machine
+    assert ours.events(job.id, after=len(events)) == []
+    ours._db._connection.set_progress_handler(None, 0)
+    assert len(steps) < 10 * len(events)
+
+
 # ---- fairness ----
 def test_a_hundred_waiting_jobs_delay_anothers_first_by_the_one_that_runs(whole: Ledger) -> None:
     ours, theirs = whole.of(OURS), whole.of(THEIRS)

@@ -52,6 +52,8 @@ class Generation:
     Args:
         timeout_s: the seconds that the requests may take, from `began`.
         stream: keep tokens for `next`; otherwise there are only the `completions`.
+        counted: count in `sampled` the tokens of what is not streamed as they come, too. This makes the engine look
+            at each token.
         first_token_s: the seconds that a stream may wait for its first token, from `began`.
         began: the event loop's time; None is now.
 
@@ -66,6 +68,7 @@ class Generation:
         *,
         timeout_s: float,
         stream: bool = False,
+        counted: bool = False,
         first_token_s: float | None = None,
         began: float | None = None,
     ):
@@ -76,11 +79,12 @@ class Generation:
         weight = 1 + max((request.params.top_logprobs for request in requests), default=0)
         self._most_unread = max(MOST_UNREAD // weight, LEAST_STEPS * sum(request.n for request in requests))
         self._too_slow = self._told = False
+        self.sampled = 0  # tokens that were heard of, read or not
         self._changed = asyncio.Event()
         self._futures = []
         try:
             if not stream:
-                self._futures = engine.submit(requests)
+                self._futures = engine.submit(requests, on_token=self._count if counted else None)
             for prompt, request in enumerate(requests if stream else ()):
                 self._futures += engine.submit([request], on_token=partial(self._hear, prompt))
         except GroupwiseError:
@@ -153,12 +157,16 @@ class Generation:
         self, prompt: int, choice: int, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]
     ) -> None:
         """Take note, in the engine's thread, that a token was sampled."""
+        self._count()
         if len(self._unread) >= self._most_unread:
             self._too_slow = True
             self.cancel()
         else:
             self._unread.append(Token(prompt, choice, token_id, logprob, top))
         self._tell()
+
+    def _count(self, *_: object) -> None:
+        self.sampled += 1
 
     def _tell(self) -> None:
         """Wake `next`, from any thread; many tokens make one call of the loop."""

@@ -185,8 +185,10 @@ class Admission:
         if trial is not None and self.counts and isinstance(error, Exception) and not self._is_the_clients(error):
             trial.failed(self.version)
         if not self.record.over:
-            self._used(prompt, self.record.count)
-        self.admissions.recorder.finished(self.record, finish_reason=reason, prompt_tokens=prompt)
+            self._used(prompt, self.generation.sampled)
+        self.admissions.recorder.finished(
+            self.record, finish_reason=reason, prompt_tokens=prompt, completion_tokens=self.generation.sampled
+        )
 
     def _is_the_clients(self, error: Exception) -> bool:
         """Return whether the client caused an error: it left, asked for what is refused, or for a grammar that takes
@@ -303,6 +305,7 @@ class Admissions:
             () if body.most_tokens == 0 else requests,
             timeout_s=whole_s,
             stream=stream,
+            counted=key is not None and key.tokens_per_day is not None,
             first_token_s=first_s,
             began=began,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from groupwise.errors import (
     QueueFullError,
     RequestError,
     StorageError,
+    TryAgainError,
 )
 from groupwise.sdk.types import (
     CancelAnswer,
@@ -68,6 +70,8 @@ PAGE = 500  # events read at once
 LATELY = 8  # jobs that have ended, whose speed others may have
 MOST_JOBS = 1024  # that have ended, in one answer
 LOSSES = ("loss/policy", "loss/cross_entropy")  # what a step reports; the first that is there
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/train", tags=["training"])
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
@@ -153,8 +157,13 @@ def _submit(parts: JobParts, submission: Submission, fingerprint: str, key: str 
 
 
 def _told_of(parts: JobParts, submitted: TrainSubmitted) -> TrainSubmitted:
-    """Return the answer with what is to be expected of the job."""
-    queue, job = _queue_of(parts), parts.ledger.job(submitted.job_id)
+    """Return the answer with what is to be expected of the job; without it where the ledger cannot be read now: the job
+    is queued, and a client that met an error would post it again."""
+    try:
+        queue, job = _queue_of(parts), parts.ledger.job(submitted.job_id)
+    except (StorageError, TryAgainError):
+        log.exception("job %s is queued, and what it waits for cannot be read", submitted.job_id)
+        return submitted
     waits = queue.why(job)
     return submitted.model_copy(update={"waits": waits, "deadline": queue.deadline(job, waits)})
 

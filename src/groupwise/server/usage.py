@@ -6,7 +6,8 @@
     usage.sampled(key, 35, 12)        # prompt tokens, tokens sampled
     /v1/usage                         # what each used, by day
 
-Days are UTC. Tokens are those of chats, completions and batches, also of what was broken off; jobs' are not among them.
+Days are UTC. Tokens are those of chats, completions and batches, also of what was broken off (without a bound on the
+key's tokens: of an answer that is not streamed only the prompt's); jobs' are not among them.
 What is under way when the bound is reached may end, so that a day can have more than its bound by what one key may have
 under way at once.
 

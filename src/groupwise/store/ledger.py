@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -314,11 +315,16 @@ class Ledger:
         return 0
 
     def events(self, id: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """Return the job's events with a `seq` above `after`, oldest first. Raises JobNotFoundError."""
-        query = "SELECT * FROM event WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
+        """Return the job's events with a `seq` above `after`, oldest first; a tenant's are numbered within the
+        job. Raises JobNotFoundError."""
         with self._db.reading("reading a job's events") as db:
-            rows = db.execute(query, (read_row(db, id)["seq"], after, limit)).fetchall()
-            return [to_event(row, id) for row in rows]
+            job = read_row(db, id)["seq"]
+            if not self.tenant:
+                query = "SELECT * FROM event WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
+                return [to_event(row, id) for row in db.execute(query, (job, after, limit)).fetchall()]
+            query = "SELECT * FROM main.event WHERE job = ? ORDER BY seq LIMIT ? OFFSET ?"  # the index finds the place
+            rows = db.execute(query, (job, limit, after)).fetchall()
+            return [replace(to_event(row, id), seq=seq) for seq, row in enumerate(rows, after + 1)]
 
     def metrics(self, id: str) -> list[dict[str, Any]]:
         """{"step", "time", <metric>: <number>} per step; of a step that was run again after a crash, the last run."""

@@ -224,8 +224,6 @@ NUMBERED = {  # rows whose numbers a client is told: counted by the tenant's own
     **dict.fromkeys(
         ("rollout", "feedback"), "SELECT nth AS seq, {columns} FROM main.{table} WHERE tenant = '{tenant}'"
     ),
-    "event": f"SELECT row_number() OVER (PARTITION BY job ORDER BY seq) AS seq, {{columns}} FROM main.event AS mine "
-    f"{_OF_JOBS}",
 }
 
 

@@ -113,16 +113,22 @@ class TinkerCheckpoints:
         self._writing = threading.Lock()
         for place in [*self._runs.glob(f"*/{WEIGHTS}/*/"), *self._runs.glob(f"*/{EXTERNAL_WEIGHTS}/*/")]:
             # what was being saved when the server ended
-            found = self._read(place / RECORD, also_expired=True)
             for each in place.iterdir():
-                if each.is_dir() and (found is None or each.name != found.state):
-                    shutil.rmtree(each, ignore_errors=True)
+                if each.is_dir():
+                    self.discard(each)
 
     def new_state(self, run: str, kind: str, name: str) -> Path:
         """Return where the files of tinker://`run`/`kind`/`name` are to be written, before it is recorded. Raises what
         `admit` does."""
         self._admit()
         return self._place(run, kind, name) / uuid4().hex
+
+    def discard(self, directory: Path) -> None:
+        """Remove what was written at a `new_state`, unless the record names it: an error after the record was written
+        leaves what was saved."""
+        found = self._read(directory.parent / RECORD, also_expired=True)
+        if found is None or found.state != directory.name:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def directory(self, checkpoint: Checkpoint) -> Path:
         """Return the files of one to continue from, or to take away."""

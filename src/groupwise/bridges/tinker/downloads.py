@@ -92,7 +92,7 @@ class Downloads:
             await self._models.in_training(model, write)
             saved = await asyncio.to_thread(record)
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            self._checkpoints.discard(directory)
             raise
         return answer(type="save_weights_external", path=saved.path, size_bytes=saved.size_bytes)
 

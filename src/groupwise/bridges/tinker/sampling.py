@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -316,7 +317,14 @@ class Samplers:
         assert body.path is not None
         size = sum(each.stat().st_size for each in self._parts.store.path(version).iterdir())
         saved = self._models.checkpoint(model, SAMPLER_WEIGHTS, body.path, body, version=str(version), size_bytes=size)
-        await asyncio.to_thread(self._checkpoints.record, saved)
+        try:
+            await asyncio.to_thread(self._checkpoints.record, saved)
+        except GroupwiseError:  # a version that no checkpoint names would stay for good
+            recorded = await asyncio.to_thread(self._checkpoints.list, model.id)
+            if saved.version not in [each.version for each in recorded]:
+                with suppress(GroupwiseError):
+                    await self._parts.policies.delete([version])
+            raise
         return saved.path
 
     async def _follow(self, model: str, policies: Policies, version: PolicyVersion) -> None:

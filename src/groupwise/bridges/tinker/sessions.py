@@ -95,7 +95,10 @@ class Sessions:
             await asyncio.sleep(min(LOOK_EVERY_S, self._idle_s))
             for session in self.silent(self._idle_s):
                 log.info("tinker session %s was silent for %g s and has ended", session.id, self._idle_s)
-                await self.end(session.id)
+                try:
+                    await self.end(session.id)
+                except Exception:
+                    log.exception("tinker session %s has ended, and not all that belongs to it is gone", session.id)
         self._looking = None
 
 
