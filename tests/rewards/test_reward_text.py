@@ -158,3 +158,26 @@ def test_lcs_ratio_is_of_characters_as_they_are():
 def test_lcs_ratio_gains_nothing_by_repeating():
     once, often = lcs_ratio(["cba", "cba" * 50], ["abc"] * 2)
     assert often < once < 0.5 and lcs_ratio(["a" * 11], ["a"], max_characters=10) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("last", "score"),
+    [
+        ([{"role": "tool", "content": "185"}], 0.0),
+        ([{"role": "user", "content": "185"}], 0.0),
+        ([{"role": "user", "content": [{"type": "text", "text": "185"}]}], 0.0),
+        (
+            [
+                {"role": "tool", "content": "no"},
+                {"role": "assistant", "content": "185"},
+                {"role": "user", "content": "."},
+            ],
+            1.0,
+        ),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}], 0.0),
+    ],
+)
+def test_of_an_episode_only_what_the_policy_said_counts(last, score: float):
+    """Not the tool's result, nor the solution that the environment tells at the end."""
+    episode = [{"role": "assistant", "content": "I shall add them."}, *last]
+    assert exact_match([episode], ["185"]) == [score]

@@ -18,7 +18,7 @@ from groupwise.algo.credit import has_signal, with_advantages
 from groupwise.algo.samples import samples_of
 from groupwise.config.algo import AdvantageConfig
 from groupwise.engine.local import LocalEngine
-from groupwise.errors import DataError, RewardError
+from groupwise.errors import DataError, EngineError, RewardError
 from groupwise.run.batches import Batches, Pace
 from groupwise.run.collect import Collected
 from groupwise.run.replay import ReplayBuffer, RerollQueue
@@ -433,6 +433,30 @@ def test_what_cannot_be_begun_while_sampling_runs_ahead_ends_the_run():
         await asyncio.wait_for(one_step(chosen), 5)
 
     with pytest.raises(RuntimeError, match="nothing is begun"):
+        asyncio.run(run())
+
+
+def test_a_group_that_is_given_up_from_within_ends_the_run():
+    """As by a client of the engine that was closed: the step is told, and does not wait for it for ever."""
+
+    class GivesUp(Delayed):
+        async def _group(self, prompt: Prompt, n: int) -> RolloutGroup:
+            raise asyncio.CancelledError
+
+    chosen = Batches(
+        source=PromptSource([Prompt(id="p", text="=", columns={"kind": "mixed"})], shuffle=False),
+        play=GivesUp(),
+        score=by_kind,
+        context_length=64,
+        params=SamplingParams(),
+        group_size=2,
+        pace=Pace(prompts_per_step=1, steps=1),
+    )
+
+    async def run() -> None:
+        await asyncio.wait_for(one_step(chosen), 1)
+
+    with raises(EngineError):
         asyncio.run(run())
 
 

@@ -444,3 +444,14 @@ def test_a_prompt_that_fills_the_context(make_base):
             SingleTurnRollouts(engine, base.tokenizer),
             context=base.context_length,
         )
+
+
+def test_values_of_a_column_that_are_written_alike_are_one_group():
+    """A file's 1 and "1" have one metric, which is the mean over both; True, equal to 1, is not among them."""
+    columns = [(1, 1.0), ("1", 0.0), (True, 0.25)]
+    groups = tuple(
+        RolloutGroup(prompt=Prompt(id=str(i), columns={"level": level}), rollouts=(Rollout(turns=(), reward=reward),))
+        for i, (level, reward) in enumerate(columns)
+    )
+    found = Evaluation(mode="greedy", version=BASE, groups=groups).metrics(by="level")
+    assert (found["eval/greedy/1/reward"], found["eval/greedy/True/reward"]) == (0.5, 0.25)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from episodes import AsyncEcho, Bad, Echo, Recorder, cases, config, play
+from episodes import AsyncEcho, Bad, Echo, Recorder, cases, config, factory, play
 from groupwise.algo.samples import segments_of
 from groupwise.errors import EnvError
 from groupwise.tasks.env import StepResult
+from groupwise.tasks.env_worker import EnvHost, HostedEnv, HostRequest
+from groupwise.tasks.episode import Player
 from groupwise.types import SamplingParams
 from wording import raises
 
@@ -60,6 +64,50 @@ def test_the_instance_is_closed_whatever_happens(rollouts):
 
     rollouts(Kept)
     assert len(made) == 2 and all(each.calls[-1] == "close" for each in made)
+
+
+@pytest.mark.parametrize("kind", [Echo, AsyncEcho])
+@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("ends", ["cancelled", "timeout"])
+def test_an_instance_that_is_made_too_late_is_closed(starter, kind: type[Echo], hosted: bool, ends: str):
+    """Whether the episode was given up or had its time while `make` was running."""
+    making, go_on, closed = (threading.Event() for _ in range(3))
+
+    class Late(kind):
+        def __init__(self):
+            super().__init__()
+            making.set()
+            go_on.wait(3)
+
+        async def close(self):
+            closed.set()
+
+    limited = config(step_timeout_s=0.2 if ends == "timeout" else 60)
+
+    async def episode() -> None:
+        host = EnvHost(HostRequest.of(limited), factory(Late))
+        player = Player(
+            make=partial(HostedEnv, host, 1) if hosted else Late,
+            name="Late",
+            case={},
+            seed=0,
+            config=limited.model_copy(update={"step_timeout_s": 60}) if hosted else limited,
+            params=SamplingParams(),
+            tokenizer=starter.tokenizer,
+            context=64,
+            speak=None,
+        )
+        begun = asyncio.ensure_future(player.begin())
+        await asyncio.to_thread(making.wait, 10)
+        if ends == "cancelled":
+            begun.cancel()
+        await asyncio.wait([begun])
+        await player.close()
+        assert (player.error is None) == (ends == "cancelled")
+        go_on.set()
+
+    asyncio.run(episode())
+    assert closed.wait(2)
 
 
 def test_turns_of_an_episode_are_a_conversation_of_its_group(starter_engine, starter):

@@ -323,3 +323,18 @@ def test_an_interrupted_thread_leaves_the_others_to_themselves(base, make_sample
         assert place._free == 1 and not place._waiting
     monkeypatch.undo()
     assert_same_bytes([outcome(together[0], works[0])], [outcome(alone[0], works[0])])
+
+
+def test_an_interrupted_wait_for_the_processors_blocks_nobody(monkeypatch):
+    place = JointPasses()
+
+    def interrupted(condition: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place._changed, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt), place.halted():
+        pass
+    monkeypatch.undo()
+    assert not place._halting and not place._halted
+    with place.halted():
+        assert place._halted

@@ -130,8 +130,13 @@ class RewardLog:
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of one entry of `completions`: a string, or the last message's content."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """Return the text of one entry of `completions`: a string, or what the assistant said last, "" without any. What an
+    environment or a tool said after that is not the policy's, and earns it nothing."""
+    if isinstance(completion, str):
+        return completion
+    said = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    content = said[-1].get("content") if said else None
+    return content if isinstance(content, str) else ""
 
 
 # ---- loading ----

@@ -38,7 +38,7 @@ from typing import Any
 from groupwise.algo.credit import has_signal
 from groupwise.config.algo import AdvantageConfig
 from groupwise.config.run import RolloutConfig
-from groupwise.errors import ContextLengthError, DataError, RewardError
+from groupwise.errors import ContextLengthError, DataError, EngineError, RewardError
 from groupwise.run.collect import Collected, Score
 from groupwise.run.replay import ReplayBuffer, RerollQueue
 from groupwise.seeds import seed_of
@@ -279,6 +279,12 @@ class Batches:
             self._guard.scored(flight.group, started=started)
             if not self._pace.in_rounds:
                 self._admit()
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # by the run
+                raise
+            self._guard.lost = EngineError("a group was given up by what samples it")
+            self._guard.lost.__cause__ = error
         except Exception as error:
             self._guard.lost = error
         finally:

@@ -93,9 +93,9 @@ class Evaluation:
         return f"{self.mode}: {len(causes)} of {completions} completions could not be scored; the first: {causes[0]}"
 
     def mean(self, *, column: str | None = None, value: object = None) -> float:
-        """Return the mean reward, of all prompts or of those whose `column` is `value`; NaN where nothing could be
-        scored."""
-        chosen = [each for each in self.groups if column is None or each.prompt.columns.get(column) == value]
+        """Return the mean reward, of all prompts or of those whose `column` is written as `value` is; NaN where
+        nothing could be scored."""
+        chosen = [each for each in self.groups if column is None or str(each.prompt.columns.get(column)) == str(value)]
         return _mean(_mean(_rewards(group)) for group in chosen)
 
     def training_mean(self) -> float:
@@ -148,10 +148,8 @@ class Evaluation:
         metrics = {f"eval/{self.mode}/reward": self.mean()}
         if not math.isnan(beside := self.training_mean()):
             metrics[f"eval/{self.mode}/training_reward"] = beside
-        values = {} if by is None else {str(each): each for each in (g.prompt.columns.get(by) for g in self.groups)}
-        return metrics | {
-            f"eval/{self.mode}/{name}/reward": self.mean(column=by, value=value) for name, value in values.items()
-        }
+        values = [] if by is None else dict.fromkeys(str(each.prompt.columns.get(by)) for each in self.groups)
+        return metrics | {f"eval/{self.mode}/{value}/reward": self.mean(column=by, value=value) for value in values}
 
     def details(self) -> dict[str, float]:
         """Return further numbers to log: standard errors, the failures, and for k > 1 avg@k, pass@k and maj@k."""

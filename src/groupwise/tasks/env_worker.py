@@ -15,7 +15,7 @@ import json
 import os
 import pickle
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -138,9 +138,14 @@ class _Played:
         self._host, self._name, self._limit_s = host, name, config.step_timeout_s
         self._env: Any = None
         self._thread = OwnThread()
+        self._making: asyncio.Task[None] | None = None
 
     async def make(self, factory: EnvFactory) -> None:
-        self._env = await self._in_time(factory.make, what=f"{self._name}()")
+        self._making = asyncio.create_task(self._make(factory))
+        await self._making
+
+    async def _make(self, factory: EnvFactory) -> None:
+        self._env = await self._in_time(self._thread.make, factory.make, what=f"{self._name}()")
         if isinstance(self._env, ToolEnv):
             self._env.thread = self._thread
 
@@ -150,21 +155,25 @@ class _Played:
         if not callable(function):
             return None
         try:
-            return await self._in_time(function, *args, what=what)
+            return await self._in_time(self._thread.call, function, *args, what=what)
         except GroupwiseError:
             raise
         except Exception as error:
             raise EnvError.raised(what, error) from error
 
     async def close(self) -> None:
+        """Close the environment; one that is still being made, once it is."""
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.wait([self._making])
         try:
             await self.call("close")
         finally:
             self._thread.close()
 
-    async def _in_time(self, function: Any, *args: Any, what: str) -> Any:
+    async def _in_time(self, run: Callable[..., Awaitable[Any]], *args: Any, what: str) -> Any:
         try:
-            return await self._thread.call(function, *args, timeout_s=self._limit_s, what=what)
+            return await run(*args, timeout_s=self._limit_s, what=what)
         except EnvError:
             self._host.stuck |= self._thread.busy
             raise

@@ -83,7 +83,7 @@ class Player:
     async def begin(self) -> None:
         """Make and reset the environment: `transcript` is there, or `error`."""
         try:
-            self._env = await self._call(self.make, what=f"{self.name}()")
+            self._env = await self._made()
             if isinstance(self._env, ToolEnv):
                 self._env.thread = self._thread
             value = await self._call(self._env.reset, dict(self.case), self.seed, what=f"{self.name}.reset")
@@ -278,6 +278,16 @@ class Player:
                 self._fail(error)
         finally:
             self._thread.close()
+
+    async def _made(self) -> Any:
+        """Return the environment; one that is made too late is closed by the thread that makes it."""
+        what = f"{self.name}()"
+        try:
+            return await self._thread.make(self.make, timeout_s=self.config.step_timeout_s, what=what)
+        except GroupwiseError:
+            raise
+        except Exception as error:
+            raise EnvError.raised(what, error) from error
 
     async def _call(self, function: Callable[..., Any], *args: Any, what: str) -> Any:
         try:

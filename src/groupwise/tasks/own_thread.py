@@ -11,7 +11,9 @@ import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from groupwise.errors import EnvError
@@ -24,7 +26,7 @@ class OwnThread:
 
     def __init__(self, name: str = "episode"):
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = False
 
@@ -46,6 +48,31 @@ class OwnThread:
                 raise
             raise EnvError(f"{what} took longer than {timeout_s:g} s", field=what, kind="timeout") from error
 
+    async def make(self, make: Callable[[], Any], *, timeout_s: float | None, what: str) -> Any:
+        """Return what `make` makes, as `call` does. What is made after the wait for it was given up is closed at once,
+        by this thread."""
+        if inspect.iscoroutinefunction(make):
+            return await self.call(make, timeout_s=timeout_s, what=what)
+        lock, made, given_up = threading.Lock(), [], False
+
+        def make_one() -> Any:
+            one = make()
+            with lock:
+                made.append(one)
+                late = given_up
+            if late:
+                _close(one)
+            return one
+
+        try:
+            return await self.call(make_one, timeout_s=timeout_s, what=what)
+        except BaseException:
+            with lock:
+                given_up, late = True, [*made]
+            for one in late:
+                self._jobs.put(partial(_close, one))
+            raise
+
     @property
     def busy(self) -> bool:
         """Return whether a call is being made, waited for or not."""
@@ -66,6 +93,9 @@ class OwnThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if callable(job):
+                job()
+                continue
             call, loop, future = job
             self._busy = True
             try:
@@ -86,3 +116,17 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_exception(error)
     else:
         future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _close(made: Any) -> None:
+    """Close what nobody waits for any more; what its `close` raises is nobody's either."""
+    if inspect.isawaitable(made) or not callable(close := getattr(made, "close", None)):
+        return
+    with suppress(BaseException):
+        closing = close()
+        if inspect.isawaitable(closing):
+            asyncio.run(_awaited(closing))
+
+
+async def _awaited(closing: Awaitable[Any]) -> None:
+    await closing

@@ -50,7 +50,7 @@ class Match(Player):
     async def begin(self) -> None:
         """Make and reset the environment: `transcript` is there, of the player who begins, or `error`."""
         try:
-            self._env = await self._call(self.make, what=f"{self.name}()")
+            self._env = await self._made()
             value = await self._call(self._env.reset, dict(self.case), self.seed, what=f"{self.name}.reset")
             self._openings = openings_of(value, self.players, limit=self.config.max_characters)
             self._begin_turn(next(iter(self._openings)), None)

@@ -130,9 +130,12 @@ class JointPasses:
         with self._changed:
             mine = self._ticket()
             self._halting.append(mine)
-            self._changed.wait_for(lambda: self._may_halt(mine))
-            self._halting.remove(mine)
-            self._halted = True
+            try:
+                self._changed.wait_for(lambda: self._may_halt(mine))
+                self._halted = True
+            finally:  # also where the wait is interrupted: nobody else waits for this one then
+                self._halting.remove(mine)
+                self._changed.notify_all()
         try:
             yield
         finally:
