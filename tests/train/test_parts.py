@@ -23,6 +23,7 @@ from slow_cases import crossed, slow_but
 SLOW = (pytest.mark.slow,)
 DENSE = ("qwen3", "llama", "gemma3", "gpt2")  # with experts rounding alone chooses others, in ranks of either kind
 FAMILIES = ("qwen3", "llama", "gemma3", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3", "lfm2", "qwen3_5_text")
+QUERIES = {"gpt2": "c_attn", "deepseek_v3": "q_b_proj"}  # where no q_proj makes them
 
 
 def make_parts(directory, *, ranks, **options):
@@ -39,7 +40,7 @@ def make_parts(directory, *, ranks, **options):
 )
 def test_ranks_train_what_one_process_trains(make_base, make_samples, tmp_path: Path, lora, family: str) -> None:
     if lora is not None:
-        lora = lora.model_copy(update={"targets": ["c_attn"] if family == "gpt2" else ["q_proj"]})
+        lora = lora.model_copy(update={"targets": [QUERIES.get(family, "q_proj")]})
     place = save(make_base(family), tmp_path / "model")
     base = read_whole(place)
     samples = near_policy(base, make_samples(UNEVEN), lora=lora)
