@@ -153,7 +153,8 @@ def test_with_routing_replay_it_goes_on_bit_for_bit(tmp_path: Path, mixture: dic
         "lora": {"rank": 2, "targets": ["all-linear", "experts"]},
         "router_replay": True,
     }
-    rollout = {**ALL["rollout"], "refill": 1.0}  # and no KL: groups of equal rewards make room for others
+    # no KL, and of pairs about half have equal rewards: in every step they make room for others
+    rollout = {**ALL["rollout"], "refill": 1.0, "prompts_per_step": 8, "group_size": 2}
     sections = {**mixture, **KEPT, "train": train, "rollout": rollout}
     whole = run_loop(config(tmp_path / "whole", **sections)).run_dir
     first = died(tmp_path, 5, **sections)
@@ -187,7 +188,7 @@ def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
 ) -> None:
     whole = run_loop(config(tmp_path / "whole", **sections))
 
-    def dies(self: TrainingRun) -> None:
+    async def dies(self: TrainingRun, step: int) -> None:
         raise Dies.Now
 
     named = {"run_dir": str(tmp_path / "here"), "resume": "auto", **sections}
