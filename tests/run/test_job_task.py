@@ -24,6 +24,7 @@ from running_jobs import config, metrics_of, rollouts_of
 from slow_cases import slow_but
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
+GSPO = {"policy_loss": "gspo", "correction": "tis_sequence"}  # a job's correction; that of a run on its policy is none
 OF_A_JOB = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"], "learning_rate": 1e-3}
 
 
@@ -86,7 +87,7 @@ def posted(sampled: Sequence[RolloutGroup]) -> dict[str, Any]:
             {"policy_loss": "dr_grpo", "reduction_length": 8.0},  # rollout.max_tokens
             marks=pytest.mark.slow,
         ),
-        pytest.param({"policy_loss": "gspo"}, {"policy_loss": "gspo"}, marks=pytest.mark.slow),
+        pytest.param(GSPO, {"policy_loss": "gspo"}, marks=pytest.mark.slow),
         pytest.param({"advantage": "batch_std"}, {"advantage": "batch_std", "kl_coeff": 0.0}, marks=pytest.mark.slow),
     ],
     ids=["kl", "no kl", "entropy", "dr_grpo", "gspo", "batch_std"],
@@ -148,7 +149,7 @@ def test_a_run_with_top_p_trains_what_it_sampled_and_a_job_the_same(starter, tmp
 WITH_KL = {"policy_loss": "grpo", "kl": "k3", "kl_coeff": 0.1}
 
 
-@pytest.mark.parametrize("loss", slow_but([WITH_KL], of=(WITH_KL, {"policy_loss": "gspo"})))
+@pytest.mark.parametrize("loss", slow_but([WITH_KL], of=(WITH_KL, GSPO)))
 def test_several_optimizer_steps_are_those_of_a_run(starter, tmp_path, loss):
     """The same minibatches in the same order, also where they cut a group, against the same anchor and reference."""
     start = moved_adapter(tmp_path / "start", starter)
