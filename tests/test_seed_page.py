@@ -72,20 +72,23 @@ def test_groups_alone_are_a_whole_request(live: Live) -> None:
 
 @pytest.mark.slow
 def test_it_serves_while_it_trains(live: Live) -> None:
+    """And a job of another adapter ends meanwhile; one of the same adapter waits."""
     job_id = live.train(iterations=10_000, learning_rate=0.0, output_name="endless")
     end = time.monotonic() + JOB_S
     while (job := live.job(job_id))["state"] == "queued" or job["step"] == 0:
         assert time.monotonic() < end, job
         time.sleep(0.1)
-    waiting = live.train(output_name="behind")
+    waiting, beside = live.train(output_name="endless"), live.train(output_name="beside")
     answers = [live.chat(seed=seed)["choices"][0]["message"] for seed in range(5)]
     batch = live.post("/v1/completions/batch", ROLLOUTS)
     assert len(answers) == 5 and len(batch["completions"]) == 16
     then = live.job(job_id)
     assert then["state"] == "running" and job["step"] < then["step"] < 10_000
-    assert [job["state"] for job in live.get("/v1/train/status")][:2] == ["running", "queued"]
+    assert live.ended(beside)["state"] == "completed"
+    assert [job["job_id"] for job in live.get("/v1/train/status")][:2] == [job_id, waiting]
     queue = live.get("/v1/train/queue")
     assert (queue["running"]["job_id"], queue["queued"][0]["job_id"]) == (job_id, waiting)
+    assert (queue["queued"][0]["waits"]["reason"], queue["queued"][0]["waits"]["job_id"]) == ("adapter", job_id)
     live.shell(f"groupwise train cancel {job_id}")
     assert live.ended(job_id)["state"] == "cancelled"
     assert live.ended(waiting)["state"] == "completed"

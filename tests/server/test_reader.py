@@ -252,6 +252,7 @@ def test_a_process_that_dies_is_told_and_the_next_one_lives(reader: Reader) -> N
 
 @pytest.mark.slow
 def test_the_process_that_forks_is_replaced(reader: Reader) -> None:
+    run(reader.start)
     process = reader._forks._process
     assert process is not None
     process.kill()
