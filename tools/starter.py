@@ -243,7 +243,7 @@ def measure_starter(
         for skill, style in ROWS:
             asked = held_out(skill, style=style, at_most=problems)
             greedy, sampled = accuracies(
-                engine, base.tokenizer, asked, _is_right, max_tokens=MAX_TOKENS, samples=samples, seed=seed
+                engine, base.tokenizer, asked, is_right_reply, max_tokens=MAX_TOKENS, samples=samples, seed=seed
             )
             rows.append({"skill": skill, "style": style, "problems": len(asked), "greedy": greedy, "sampled": sampled})
             note(f"{skill} ({style}): greedy {greedy:.1%}, sampled {sampled:.1%} of {len(asked)} held-out problems")
@@ -270,7 +270,8 @@ def held_out(skill: str, *, style: Style, at_most: int) -> list[Row]:
             at_most = at_most * 9 // 10  # what fewer ask for is a prefix of what more do
 
 
-def _is_right(row: Row, reply: str) -> bool:
+def is_right_reply(row: Row, reply: str) -> bool:
+    """Return whether a reply to a held-out row is right."""
     return is_correct(row["skill"], reply, row["answer"], row["style"])
 
 

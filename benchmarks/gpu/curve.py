@@ -13,7 +13,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from starter import LESSONS, BuildSpec, Lesson, _accuracy, draw_conversations, held_out, new_model, save, teach
+from starter import (
+    LESSONS,
+    MAX_TOKENS,
+    BuildSpec,
+    Lesson,
+    accuracies,
+    draw_conversations,
+    held_out,
+    is_right_reply,
+    new_model,
+    save,
+    teach,
+)
 from subjects import SIZES
 
 from gpu.cases import ROOT, Cases, Result, Setting
@@ -55,10 +67,10 @@ def larger(setting: Setting) -> Result:
 
 
 def accuracy_of(model: Any, tokenizer: Any) -> float:
-    """The share of right sampled answers to held-out sums."""
+    """Return the share of right sampled answers to held-out sums."""
     with closing(LocalEngine(wrap_model(model, tokenizer, name="taught"))) as engine:
         asked = held_out("add", style="think", at_most=64)
-        return _accuracy(engine, tokenizer, asked, temperature=1.0, samples=2, seed=0)
+        return accuracies(engine, tokenizer, asked, is_right_reply, max_tokens=MAX_TOKENS, samples=2, seed=0)[1]
 
 
 def learned(model: str, overrides: list[str], setting: Setting) -> Result:
