@@ -4,10 +4,11 @@ ended. `tests/slow/test_ray.py` has the real ones."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from pathlib import Path
@@ -100,6 +101,7 @@ class Thread:
     def __init__(self) -> None:
         self.actor, self.alive = EnvActor(), True
         self._open: list[Future[Any]] = []
+        self._asked: list[Coroutine[Any, Any, Any]] = []
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -111,7 +113,8 @@ class Thread:
             return pickle.loads(pickle.dumps(await answer if asyncio.iscoroutine(answer) else answer))
 
         if self.alive:
-            self._open.append(asyncio.run_coroutine_threadsafe(asked(), self._loop))
+            self._asked.append(asked())
+            self._open.append(asyncio.run_coroutine_threadsafe(self._asked[-1], self._loop))
             return self._open[-1]
         lost: Future[Any] = Future()
         lost.set_exception(WorkerLost("it was killed"))
@@ -123,6 +126,10 @@ class Thread:
             with suppress(Exception):
                 future.set_exception(WorkerLost("it was killed"))
         self._loop.call_soon_threadsafe(self._loop.stop)
+        for each in self._asked:  # what was asked just now does not begin
+            with suppress(ValueError):
+                if inspect.getcoroutinestate(each) == inspect.CORO_CREATED:
+                    each.close()
 
 
 class Threads:

@@ -14,6 +14,7 @@ from groupwise.server import admin, chat, rollouts, usage
 from groupwise.server.metrics import Recorder
 from groupwise.server.usage import DAYS, KeyUsage, QuotaError, RateLimitError
 from groupwise.store.keys import Key, KeyFile
+from processes import becomes
 from serving import served
 from wording import raises
 
@@ -179,7 +180,13 @@ def test_what_is_broken_off_is_charged(tmp_path: Path, stream: bool) -> None:
         body = {**CHAT, "max_tokens": 900, "n": 4, "stream": stream}
         answer = http.post("/v1/chat/completions", json=body, headers=app)
         assert answer.status_code == (200 if stream else 504) and "deadline_exceeded" in answer.text
-        (day,) = http.get("/v1/usage", headers={"authorization": "Bearer the-owner"}).json()["days"].values()
+
+        def used() -> dict[str, dict[str, int]]:
+            days = http.get("/v1/usage", headers={"authorization": "Bearer the-owner"}).json()["days"]
+            return next(iter(days.values()), {})
+
+        assert becomes(lambda: "app" in used())  # once the answer has ended
+        day = used()
         assert day["app"]["requests"] == 1 and 4 <= day["app"]["completion_tokens"] <= 3600
         assert site.server.recorder.recent()[0]["completion_tokens"] == day["app"]["completion_tokens"]
 
