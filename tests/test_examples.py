@@ -190,14 +190,8 @@ def test_with_curl_an_error_is_shown_and_ends_it(server):
 @pytest.mark.xdist_group("live server")
 def test_live_loop_on_the_real_server(live):
     assert cli("adapters", "activate", "base", "--url", live.url).exit_code == 0
-    few = (
-        "--prompts",
-        "4",
-        "--n",
-        "4",
-        "--learning-rate",
-        "1e-4",
-    )  # sixteen answers, whichever were drawn, spoil nothing
+    # sixteen answers of any draw must not spoil the version
+    few = ("--prompts", "4", "--n", "4", "--learning-rate", "1e-4")
     given = (*few, "--output-name", "looped")
     ran = live_loop("--rounds", "2", *given, url=live.url)
     assert ran.returncode == 0, ran.stderr
