@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import functools
 import random
 import statistics
 import sys
@@ -50,51 +49,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
     yield import_module
     for name in names:
         sys.modules.pop(name, None)
-
-
-@functools.cache
-def top_names(path: Path) -> set[str]:
-    """Return the names that a module has, those that it imports included."""
-    found: set[str] = set()
-    statements: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)
-    while statements:
-        each = statements.pop()
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(each.name)
-        elif isinstance(each, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in each.names}
-        else:
-            found |= {name.id for name in ast.walk(each) if isinstance(name, ast.Name)}
-            statements += [child for child in ast.iter_child_nodes(each) if isinstance(child, ast.stmt)]
-    return found
-
-
-def test_scripts_import_what_there_is() -> None:
-    """Pyright does not look at them, and some run on a GPU only, where a name that is gone costs the proof."""
-    root = FOLDER.parent
-    scripts = [path for folder in ("benchmarks", "tools", "docs", "examples") for path in (root / folder).rglob("*.py")]
-    lost, seen = [], 0
-    for script in scripts:
-        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
-                continue
-            place = Path(*node.module.split("."))
-            folders = (script.parent, FOLDER, root / "tools", root / "src", root / "tests")
-            found = [folder / place for folder in folders]
-            files = [
-                file for each in found for file in (each.with_suffix(".py"), each / "__init__.py") if file.exists()
-            ]
-            if not files:
-                continue  # another package's
-            names = top_names(files[0])
-            if "__getattr__" in names:
-                continue
-            for alias in node.names:
-                seen += 1
-                inside = files[0].parent / alias.name
-                if alias.name not in names and not inside.with_suffix(".py").exists() and not inside.is_dir():
-                    lost.append(f"{script.relative_to(root)}: {alias.name} of {node.module}")
-    assert seen > 500 and not lost, lost
 
 
 def test_the_operations_of_a_training_pass_are_those_that_run(script: Any, make_base: Any) -> None:

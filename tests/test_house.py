@@ -13,7 +13,7 @@ import pytest
 from groupwise.config.loss import loss_of
 from groupwise.config.run import RunConfig, load_config, parse_config
 from groupwise.config.yaml import key_paths
-from sources import SOURCE, nodes_of, tree_of
+from sources import SOURCE, bound, nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
 TEMPLATES = SOURCE / "cli" / "templates"  # files that `groupwise init` writes for users: no modules of ours
@@ -178,14 +178,31 @@ def is_there(dotted: str) -> bool:
     )
 
 
+def neighbour(path: Path, module: str) -> Path | None:
+    """Return the file of a module that a script imports from its folder, those of other scripts, or the tests."""
+    folders = (path.parent, *(ROOT / each for each in ("benchmarks", "tools", "tests")))
+    files = ((folder / Path(*module.split("."))).with_suffix(".py") for folder in folders)
+    return next((file for file in files if file.exists()), None)
+
+
+@cache
+def names_of(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text("utf-8"))
+    return frozenset(name for node in ast.walk(tree) for name in bound(node))
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_script_takes_from_the_package_is_there(path: Path) -> None:
+def test_what_a_script_imports_is_there(path: Path) -> None:
     """Benchmarks, tools and examples are run by hand, and are not to find out then that a name has gone."""
     tree, modules, gone = ast.parse(path.read_text("utf-8")), dict[str, object](), list[str]()
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("groupwise"):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue
-        source = importlib.import_module(node.module or "")
+        if not node.module.startswith("groupwise"):
+            near = neighbour(path, node.module)
+            gone += [f"{node.module}.{each.name}" for each in node.names if near and each.name not in names_of(near)]
+            continue
+        source = importlib.import_module(node.module)
         for each in node.names:
             dotted = f"{node.module}.{each.name}"
             if hasattr(source, "__path__") and importlib.util.find_spec(dotted) is not None:

@@ -15,7 +15,7 @@ import pytest
 from groupwise.config.run import RunConfig
 from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import key_paths
-from sources import SOURCE, nodes_of, tree_of
+from sources import SOURCE, bound, nodes_of, tree_of
 
 FILES = sorted(SOURCE.rglob("*.py"))
 DOTTED = re.compile(r"`+(?:groupwise\.)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\([^`]*\))?`+")
@@ -48,17 +48,6 @@ def modules() -> dict[str, frozenset[str]]:
 @cache
 def everything() -> frozenset[str]:
     return frozenset[str]().union(*modules().values())
-
-
-def bound(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        yield node.id
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-        yield node.attr
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name for alias in node.names)
 
 
 @cache

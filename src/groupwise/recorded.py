@@ -82,10 +82,10 @@ _MARK = b"kept"
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """For each of T tokens, the part of the vocabulary that it could be drawn from: what top_p, top_k, min_p,
-    min_tokens or a grammar left of it (the "keep sampling mask" of the DeepSeek-V3.2 report, arXiv 2512.02556).
+    """Records for each of T tokens the part of the vocabulary from which it could be drawn, after top_p, top_k, min_p,
+    min_tokens and a grammar (the "keep sampling mask" of the DeepSeek-V3.2 report, arXiv 2512.02556).
 
-    A token has a kind and so many 32-bit words, of the kind that needs the fewest:
+    Each token has a kind and a number of 32-bit words; the kind is the one that needs the fewest words:
 
         KEPT      the ids that could be drawn, ascending
         DROPPED   the ids that could not; without any it was drawn from the whole vocabulary

@@ -58,6 +58,14 @@ class Message(TypedDict):
     reasoning_content: NotRequired[str]
 
 
+def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the assistant's last message; "" if it has no text, or if there is no such message. A message
+    without a role counts as the assistant's."""
+    said = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    content = said[-1].get("content") if said else None
+    return content if isinstance(content, str) else ""
+
+
 class FinishReason(StrEnum):
     """The reason why a completion ended: `stop` at the end of a turn or a stop string, `length` at `max_tokens` or
     where the context was full, `abort` cancelled from outside. Each equals its string."""

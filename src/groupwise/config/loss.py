@@ -467,7 +467,8 @@ def _located(reference: str, folder: Path) -> str:
 
 
 def _unknown(field: str, what: str, given: object, valid: tuple[str, ...], *, hint: str | None = None) -> FieldError:
-    """`what` names the value, with `{field}` where the field's name stands; `valid` are those there are."""
+    """Return the error of a value that does not exist. `what` names the value, with `{field}` for the field's name;
+    `valid` are the existing values."""
     near = difflib.get_close_matches(str(given), valid, n=1)
     meant = f"did you mean {near[0]!r}? " if near and hint is None else ""
     message = f"{what} does not exist; {meant}valid: {', '.join(valid)}"

@@ -643,7 +643,7 @@ class LocalEngine(Scores):
         """Run `function` in the lane's thread, between two steps and before what is submitted later."""
         future: Future[Any] = Future()
         with self._wakeup:
-            if self._closing:  # nobody would run it
+            if self._closing:  # no lane would run it
                 future.set_exception(GroupwiseError("the engine is closed"))
             else:
                 lane.calls.append((function, future))

@@ -218,8 +218,9 @@ class Routers:
 
     @contextmanager
     def replaying(self, chosen_LSK: Tensor | None, *, apply: bool) -> Iterator[None]:
-        """Within, forwards and backward passes are of S tokens for which the sampler chose `chosen_LSK`, -1 where that
-        is not known; None: of none it is. `apply`: choose so; else it is compared only."""
+        """Compare the routers' choices in the block with the sampler's, `chosen_LSK` for the S tokens of each forward
+        and backward pass: -1 for an unknown choice, None if all are unknown. With `apply` the routers also make the
+        sampler's choices."""
         self._chosen, self._differ = None if chosen_LSK is None else (chosen_LSK, apply), []
         try:
             yield
@@ -251,8 +252,8 @@ class Routers:
 
     @contextmanager
     def watched(self) -> Iterator[list[RouterOutput]]:
-        """Within, in this thread: each router appends what it computed. Forwards are not run again by checkpointing
-        before the backward pass, so behind one there is one entry for each router."""
+        """Yield a list to which each router appends its output in the block, in this thread. Checkpointing runs no
+        forward again before the backward pass, so after one forward the list has one entry for each router."""
         seen = self._now.seen = []
         try:
             yield seen

@@ -122,8 +122,8 @@ class MicroBatch:
 
     @property
     def copies_S(self) -> Tensor:
-        """In how many rows each token stands that a forward runs (float32), as one that others follow: 0 for padding
-        and for the last token of a row, which is a target only; more than 1 for what rows share."""
+        """Return for each token of a forward the number of rows in which other tokens follow it, float32 [S]: 0 for
+        padding and for the last token of a row, which is only a target; more than 1 for tokens that rows share."""
         copies = torch.zeros(len(self.input_ids_S))
         for parts in self.places:
             for part in parts:

@@ -56,7 +56,7 @@ from groupwise.rewards.call import (
     Value,
     call_here,
 )
-from groupwise.types import MAX_REWARD, Prompt, Rollout, RolloutGroup
+from groupwise.types import MAX_REWARD, Prompt, Rollout, RolloutGroup, last_answer
 
 
 class RewardWorkers(Protocol):
@@ -130,13 +130,9 @@ class RewardLog:
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of one entry of `completions`: a string, or what the assistant said last, "" without any. What an
-    environment or a tool said after that is not the policy's, and earns it nothing."""
-    if isinstance(completion, str):
-        return completion
-    said = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    content = said[-1].get("content") if said else None
-    return content if isinstance(content, str) else ""
+    """Return the text of one entry of `completions`: the string itself, or the `last_answer` of its messages. Later
+    messages of an environment or a tool earn the policy nothing."""
+    return completion if isinstance(completion, str) else last_answer(completion)
 
 
 # ---- loading ----

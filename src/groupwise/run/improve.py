@@ -1,4 +1,4 @@
-"""From a log to an answer: is there a version that should take the place of the model that wrote it?
+"""Trains a version on a log and answers whether it should replace the model that wrote the log.
 
     improve    import, choose a reward, hold out, train, compare; then `run.replacement` answers
 

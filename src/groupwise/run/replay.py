@@ -84,8 +84,8 @@ class ReplayBuffer:
         return min(max(0, self.size), math.floor(self.share * fresh / (1 - self.share) + _SAME))
 
     def draw(self, n: int, step: int) -> list[RolloutGroup]:
-        """At most n groups of earlier steps, drawn in proportion to their scores. They stay here, but no group is drawn
-        twice for the same `step`, in however many calls."""
+        """Return at most n groups of earlier steps, drawn in proportion to their scores. The groups stay in the buffer,
+        but several calls for the same `step` draw no group twice."""
         self._forget(step)
         if self._lent[0] != step:
             self._lent = (step, set())

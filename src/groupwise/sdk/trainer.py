@@ -372,7 +372,8 @@ def _whole(learner: Learner, data: Sequence[Datum]) -> list[Sample]:
 
 
 def _check_readable(data: Sequence[Datum], samples: Sequence[Sample], base: LoadedModel) -> None:
-    """On a GPU an id or a position out of range would kill the process. The last target is not read."""
+    """Check that the model can read the data: on a GPU an id or a position out of range would kill the process. The
+    last target is not read."""
     for i, datum in enumerate(data):
         if len(datum.model_input) > base.context_length:
             raise ContextLengthError(

@@ -157,7 +157,7 @@ class Generation:
         self, prompt: int, choice: int, token_id: int, logprob: float, top: tuple[tuple[int, float], ...]
     ) -> None:
         """Take note, in the engine's thread, that a token was sampled."""
-        self._count()
+        self.sampled += 1
         if len(self._unread) >= self._most_unread:
             self._too_slow = True
             self.cancel()

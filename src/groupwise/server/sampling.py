@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
 INTERACTIVE = 8  # a request for at most so many completions has a person waiting; one for more is a batch
-SCORE_THREADS = 16  # that wait while prompts are scored; those that all routes share are few, and do not
+SCORE_THREADS = 16  # wait while prompts are scored, so that the few threads that all routes share do not
 IN_PERSON = 8  # requests of one address at once that are; what it sends besides gives way to others, as a batch does
 
 T = TypeVar("T")

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a server, from the engine that samples to the logs that record, and `quotas`, what may be had and
-    kept. `assemble` makes all of them; no part makes another."""
+    """The parts of a server, from the engine that samples to the logs that record, and `quotas`, the limits on
+    adapters, jobs and stored bytes. `assemble` makes all of them; no part makes another."""
 
     config: ServeConfig
     base: LoadedModel

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.errors import DataError, EnvError, GroupwiseError
 from groupwise.pictures import text_of
 from groupwise.tasks.row_images import read_images
-from groupwise.types import MAX_REWARD, Message, Rollout
+from groupwise.types import MAX_REWARD, Message, Rollout, last_answer
 
 if TYPE_CHECKING:
     from groupwise.config.run import EnvConfig
@@ -103,9 +103,7 @@ class Episode:
     @property
     def answer(self) -> str:
         """Return the text of the assistant's last message; "" without one."""
-        said = [message for message in self.messages if message["role"] == "assistant"]
-        content = said[-1].get("content") if said else None
-        return content if isinstance(content, str) else ""
+        return last_answer(self.messages)
 
 
 # ---- what user code returns -> the types above ----

@@ -50,8 +50,8 @@ class PolicyError(Exception):
 
 @dataclass(kw_only=True, eq=False)
 class Player:
-    """An episode in progress. `begin` resets the environment, `play` plays it to its end and closes it; whoever has
-    begun one that is not played calls `close`.
+    """An episode in progress. `begin` resets the environment, and `play` plays it to its end and closes it. The caller
+    of `begin` calls `close` if it does not call `play`.
 
     Args:
         make: an instance of the environment; called in the episode's own thread.
@@ -281,17 +281,14 @@ class Player:
 
     async def _made(self) -> Any:
         """Return the environment; one that is made too late is closed by the thread that makes it."""
-        what = f"{self.name}()"
-        try:
-            return await self._thread.make(self.make, timeout_s=self.config.step_timeout_s, what=what)
-        except GroupwiseError:
-            raise
-        except Exception as error:
-            raise EnvError.raised(what, error) from error
+        return await self._in_time(self._thread.make, self.make, what=f"{self.name}()")
 
     async def _call(self, function: Callable[..., Any], *args: Any, what: str) -> Any:
+        return await self._in_time(self._thread.call, function, *args, what=what)
+
+    async def _in_time(self, run: Callable[..., Awaitable[Any]], *args: Any, what: str) -> Any:
         try:
-            return await self._thread.call(function, *args, timeout_s=self.config.step_timeout_s, what=what)
+            return await run(*args, timeout_s=self.config.step_timeout_s, what=what)
         except GroupwiseError:
             raise
         except Exception as error:

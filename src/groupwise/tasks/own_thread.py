@@ -13,7 +13,6 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from groupwise.errors import EnvError
@@ -26,7 +25,7 @@ class OwnThread:
 
     def __init__(self, name: str = "episode"):
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = False
 
@@ -49,28 +48,20 @@ class OwnThread:
             raise EnvError(f"{what} took longer than {timeout_s:g} s", field=what, kind="timeout") from error
 
     async def make(self, make: Callable[[], Any], *, timeout_s: float | None, what: str) -> Any:
-        """Return what `make` makes, as `call` does. What is made after the wait for it was given up is closed at once,
-        by this thread."""
+        """Return the object that `make` makes, as `call` does. If the wait ends without it, this thread closes the
+        object as soon as it is made. Call `close` only after that."""
         if inspect.iscoroutinefunction(make):
             return await self.call(make, timeout_s=timeout_s, what=what)
-        lock, made, given_up = threading.Lock(), [], False
+        made = []
 
         def make_one() -> Any:
-            one = make()
-            with lock:
-                made.append(one)
-                late = given_up
-            if late:
-                _close(one)
-            return one
+            made.append(make())
+            return made[0]
 
         try:
             return await self.call(make_one, timeout_s=timeout_s, what=what)
         except BaseException:
-            with lock:
-                given_up, late = True, [*made]
-            for one in late:
-                self._jobs.put(partial(_close, one))
+            self._jobs.put(lambda: [_close(one) for one in made])  # behind `make_one`
             raise
 
     @property
@@ -119,7 +110,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 def _close(made: Any) -> None:
-    """Close what nobody waits for any more; what its `close` raises is nobody's either."""
+    """Close an object that was made too late; an error of its `close` is dropped, as no caller waits for it."""
     if inspect.isawaitable(made) or not callable(close := getattr(made, "close", None)):
         return
     with suppress(BaseException):

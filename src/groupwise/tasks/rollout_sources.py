@@ -368,8 +368,8 @@ class Party:
 
 
 class Slots:
-    """At most `most` episodes at once, whatever their groups' sizes. A group gets its slots together, and in turn. In
-    `rounds` those that come after it join before it leaves."""
+    """Limits the episodes that run at the same time to `most`, for groups of any size. A group gets all its slots
+    together, and groups take turns. In `rounds` the next group joins before the one before it leaves."""
 
     def __init__(self, most: int, *, rounds: Lockstep | None = None):
         self._most, self._taken, self._rounds = most, 0, rounds

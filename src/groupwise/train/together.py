@@ -133,7 +133,7 @@ class JointPasses:
             try:
                 self._changed.wait_for(lambda: self._may_halt(mine))
                 self._halted = True
-            finally:  # also where the wait is interrupted: nobody else waits for this one then
+            finally:  # also if the wait is interrupted: others would wait for this ticket for ever
                 self._halting.remove(mine)
                 self._changed.notify_all()
         try:
