@@ -385,6 +385,7 @@ class _ServerProcess:
             await self._server.supervisor.stop(timeout_s=END_S)  # does nothing after a drain
             if self._server.tenants is not None:
                 await asyncio.to_thread(self._server.tenants.close)
+            self._server.admissions.scoring.close()
             self._server.policies.close()
             self._server.reader.close()
             await asyncio.to_thread(self._server.engine.close)

@@ -219,7 +219,7 @@ class _Answer:
             first, *others = request.prompt_ids
             options = {"temperature": request.params.temperature, "top": self._body.logprobs}
             score = partial(engine.score_top, [first], others, version, **options)
-            rows = await self._asked.admissions.scored(score)
+            rows = await self._asked.admissions.scoring.run(score)
             scored.append([_Row(first), *(_Row(i, *row) for i, row in zip(others, rows, strict=True))])
         return scored
 
@@ -227,7 +227,7 @@ class _Answer:
         """Return for each token of a prompt it and the likeliest in its place, by their ids; None for the first."""
         engine, version, top = self._asked.engine, self._asked.version, self._body.prompt_logprobs
         score = partial(engine.score_top, ids[:1], ids[1:], version, top=top or 0)
-        rows = await self._asked.admissions.scored(score)
+        rows = await self._asked.admissions.scoring.run(score)
 
         def told(pairs: Sequence[tuple[int, float]]) -> dict[str, PromptLogprob]:
             texts = {id: token_text(id, self._tokenizer)[0] for id, _ in pairs}

@@ -2,6 +2,7 @@
 
 Admissions.admit  a version that stays loaded until the answer is over, and a `Generation` under it
 Admission         what every route that samples needs from there on
+ScoreThreads      wait for the scores of prompts
 sampling_params   what a body asks for -> SamplingParams, checked against the model's context
 """
 
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 COMPILE_S = 15.0  # for a grammar, with those that wait before it
 
 INTERACTIVE = 8  # a request for at most so many completions has a person waiting; one for more is a batch
-SCORE_THREADS = 16  # wait while prompts are scored, so that the few threads that all routes share do not
+SCORE_THREADS = 16
 IN_PERSON = 8  # requests of one address at once that are; what it sends besides gives way to others, as a batch does
 
 T = TypeVar("T")
@@ -207,6 +208,22 @@ def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
     )
 
 
+class ScoreThreads:
+    """Waits in its own threads while the engine scores prompts, `SCORE_THREADS` at a time: the threads that all routes
+    share are few, and must not wait for an engine."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(SCORE_THREADS, "groupwise-score")
+
+    async def run(self, score: Callable[[], T]) -> T:
+        """Return the result of `score`, which asks the engine; earlier calls come first."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, score)
+
+    def close(self) -> None:
+        """Give up the calls that have not begun, and end the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Admissions:
     """Admits the requests that sample, of one server.
@@ -215,7 +232,7 @@ class Admissions:
         usage: counts what named keys use, and bounds it.
         gate: offers answers to a version that is on trial as a shadow; None without a gate.
         under_way: the number of requests for completions of each address. For the event loop.
-        scoring: the threads in which `scored` waits.
+        scoring: the threads that wait while prompts are scored.
     """
 
     config: ServeConfig
@@ -227,13 +244,7 @@ class Admissions:
     usage: KeyUsage
     gate: Gatekeeper | None
     under_way: Counter[str] = field(default_factory=Counter)
-    scoring: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(SCORE_THREADS, "groupwise-score"), repr=False
-    )
-
-    async def scored(self, score: Callable[[], T]) -> T:
-        """Return what `score` asks of the engine, behind those that asked before."""
-        return await asyncio.wrap_future(self.scoring.submit(score))
+    scoring: ScoreThreads = field(default_factory=ScoreThreads, repr=False)
 
     async def admit(
         self,

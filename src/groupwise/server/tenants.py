@@ -176,6 +176,7 @@ class Tenants:
         for task in self._keeping:
             task.cancel()
         for view in self.opened():
+            view.admissions.scoring.close()
             view.answers.close()
             view.policies.close()
             view.engine.close()

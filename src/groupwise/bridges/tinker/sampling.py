@@ -18,9 +18,9 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ from groupwise.server.errors import echo
 from groupwise.server.generate import Generation
 from groupwise.server.images import folder_of
 from groupwise.server.policies import Policies
-from groupwise.server.sampling import SCORE_THREADS
+from groupwise.server.sampling import ScoreThreads
 from groupwise.server.state import Parts
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.files import Provenance
@@ -110,7 +110,7 @@ class Samplers:
             max_loaded=parts.config.max_loaded_adapters,
         )
         self._served = _served(parts)
-        self._scoring = ThreadPoolExecutor(SCORE_THREADS, "groupwise-tinker-score")
+        self._scoring = ScoreThreads()
         self.others = _other_models(parts, self._store)
         self._by_id: dict[str, SamplingSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -185,7 +185,7 @@ class Samplers:
     def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        self._scoring.shutdown(wait=False, cancel_futures=True)
+        self._scoring.close()
         self._snapshots.close()
         for other in self.others.values():
             if other.engine is not self._parts.engine:
@@ -254,7 +254,7 @@ class Samplers:
         version = None if sampler.version.is_base else str(sampler.version)
         async with sampler.policies.lease(adapter=version or "base") as leased:
             asked = request(leased)
-            scored = await asyncio.wrap_future(self._scoring.submit(_scored, sampler.engine, body, asked))
+            scored = await self._scoring.run(partial(_scored, sampler.engine, body, asked))
             completions = await self._completions(sampler.engine, asked, scored=scored is not None)
         for completion in completions:
             self._models.masks.remember(asked.prompt_ids, completion)
