@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from groupwise.errors import RankLostError
 from groupwise.train.ranks import Ranks, join
 
 CPU = torch.device("cpu")
+HANG_S = 120.0  # a rank that says nothing for so long hangs: its threads' stacks are in the test's captured output
 Work = Callable[[Ranks], Any]
 
 
@@ -31,7 +33,7 @@ def free_port() -> int:
 class Pair:
     """`size` processes that do `work`; `results` waits for what they return or raise."""
 
-    def __init__(self, work: Work, *, size: int = 2, deadline_s: float = 20.0):
+    def __init__(self, work: Work, *, size: int = 2, deadline_s: float = 60.0):
         context, port = multiprocessing.get_context("fork"), free_port()
         self.processes, self._ends = [], []
         for rank in range(size):
@@ -42,14 +44,14 @@ class Pair:
             self.processes.append(process)
             self._ends.append(mine)
 
-    def results(self, *, within_s: float = 60.0) -> list[Any]:
+    def results(self, *, within_s: float = HANG_S) -> list[Any]:
         """By rank; an exception where one was raised, None where the process was killed."""
         try:
             return [self.result(rank, within_s=within_s) for rank in range(len(self.processes))]
         finally:
             self.kill()
 
-    def result(self, rank: int, *, within_s: float = 60.0) -> Any:
+    def result(self, rank: int, *, within_s: float = HANG_S) -> Any:
         """What one rank returned or raised."""
         return _received(self._ends[rank], within_s)
 
@@ -60,7 +62,7 @@ class Pair:
             process.join()
 
 
-def on_ranks(work: Work, *, size: int = 2, deadline_s: float = 20.0) -> list[Any]:
+def on_ranks(work: Work, *, size: int = 2, deadline_s: float = 60.0) -> list[Any]:
     """What `work` returns on each of `size` ranks; what one raises is raised here, a cause before its effects."""
     found = Pair(work, size=size, deadline_s=deadline_s).results()
     errors = [each for each in found if isinstance(each, BaseException)]
@@ -70,6 +72,7 @@ def on_ranks(work: Work, *, size: int = 2, deadline_s: float = 20.0) -> list[Any
 
 
 def _run(work: Work, rank: int, size: int, port: int, deadline_s: float, end: Connection) -> None:
+    faulthandler.dump_traceback_later(HANG_S - 10)
     gc.freeze()  # what the test's process holds would be copied by each look for garbage
     torch.set_num_threads(1)  # a fork has none of the threads that the test's process computed with
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
