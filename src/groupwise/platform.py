@@ -405,28 +405,36 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
+_exempt = False  # whether objects are exempt from garbage collection; counting them takes long in a large process
+
+
 def spare() -> bool:
     """Collect garbage once, and exempt the objects that are left from later collections; return True if any were.
 
     Modules, models and prompts stay until the process ends; each full collection would look through them for a quarter
     of a second. Garbage goes first, or it would stay, too: a model whose modules refer to each other is only freed by a
     collection. Where objects are exempt already, no more are: those made since are few, and some will be garbage."""
+    global _exempt
     gc.collect()
-    if gc.get_freeze_count() > OF_PYTHON:
+    if _exempt or gc.get_freeze_count() > OF_PYTHON:
+        _exempt = True
         return False
     gc.freeze()
+    _exempt = True
     return True
 
 
 @contextmanager
 def spared() -> Iterator[None]:
     """Exempt the objects that exist at the start of the block from garbage collection (`spare`)."""
+    global _exempt
     mine = spare()
     try:
         yield
     finally:
         if mine:
             gc.unfreeze()
+            _exempt = False
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

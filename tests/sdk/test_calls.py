@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import groupwise
@@ -22,9 +23,10 @@ from groupwise.errors import ConfigError, DeadlineError, JobFailedError, RemoteE
 from groupwise.sdk import client as client_module
 from groupwise.sdk import transport as client_http
 from groupwise.sdk.client import AsyncClient, Client
-from groupwise.sdk.drivers import server_url
+from groupwise.sdk.drivers import connection, server_url
 from groupwise.sdk.transport import EventReader, encode
 from groupwise.sdk.types import SampledGroup, TrainStatus, as_json, read
+from image_host import certificate_of, image_host
 from wire_server import Fault, WireServer, wire_server
 from wording import raises
 
@@ -334,6 +336,16 @@ def test_the_key_and_the_url_come_from_the_environment(make, monkeypatch):
 def test_a_proxy_is_not_asked_for_this_machine(make, server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     assert make(server.url).health().status == "ok"
+
+
+@pytest.mark.parametrize("scheme", ["https", "HTTPS"])
+def test_a_key_is_not_sent_to_who_cannot_prove_to_be_the_server(tmp_path, scheme: str):
+    certificate = certificate_of(tmp_path, "localhost")
+    with image_host(certificate=certificate) as host:
+        options = connection(server_url(f"{scheme}://localhost:{host.port}"), "s3cret")
+        with httpx2.Client(**options) as client, pytest.raises(httpx2.ConnectError):
+            client.get("/health")
+        assert not host.asked
 
 
 @pytest.mark.parametrize(

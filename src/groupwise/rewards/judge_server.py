@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx2
 
+from groupwise.config.addresses import has_certificate, is_local, is_server_url
 from groupwise.errors import ConfigError
 
 CONNECT_S = 5.0
@@ -88,12 +88,7 @@ Question = Callable[[int], tuple[bytes, Callable[[str], _T]]]
 
 def configured_server(base_url: str, api_key_env: str | None, *, concurrency: int, **limits: Any) -> JudgeServer:
     """Return the server at `base_url`, with the key that the environment has. Raises ConfigError for wrong options."""
-    try:
-        parts = urlsplit(base_url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is not a number
-        valid = False
-    if not valid:
+    if not is_server_url(base_url):
         raise ConfigError(f"base_url is {base_url!r}; it must be a URL", hint="as in https://api.openai.com/v1")
     if concurrency < 1:
         raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
@@ -107,14 +102,12 @@ def configured_server(base_url: str, api_key_env: str | None, *, concurrency: in
 
 def http_client(server: JudgeServer) -> httpx2.AsyncClient:
     """Return a client with the server's headers and time limits, which follows no redirect with the key."""
-    host = urlsplit(server.url).hostname or ""
-    here = host == "localhost" or host.startswith("127.") or host == "::1"
     return httpx2.AsyncClient(
         headers=server.headers,
         timeout=httpx2.Timeout(server.timeout_s, connect=min(server.timeout_s, CONNECT_S)),
         follow_redirects=False,  # the key is for this server
-        trust_env=not here,
-        verify=server.url.startswith("https"),
+        trust_env=not is_local(server.url),
+        verify=has_certificate(server.url),
     )
 
 

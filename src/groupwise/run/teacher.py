@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise.algo.advantage import differ
 from groupwise.algo.samples import segments_of
+from groupwise.config.addresses import has_certificate
 from groupwise.config.run import RunConfig
 from groupwise.config.teacher import BEST_COMPLETION, TeacherConfig
 from groupwise.engine.local import LocalEngine
@@ -126,6 +127,8 @@ class EndpointTeacher:
         assert config.base_url is not None and config.model is not None
         self._config, self._url = config, config.base_url.rstrip("/") + "/completions"
         self._key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+        # read once, not for each group: that takes 15 ms, in which no other group goes on
+        self._certificates = httpx2.create_ssl_context() if has_certificate(self._url) else False
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def score(
@@ -173,7 +176,9 @@ class EndpointTeacher:
 
     def _client(self) -> httpx2.AsyncClient:
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-        return httpx2.AsyncClient(headers=headers, timeout=self._config.timeout_s, follow_redirects=False)
+        return httpx2.AsyncClient(
+            headers=headers, timeout=self._config.timeout_s, follow_redirects=False, verify=self._certificates
+        )
 
     async def _ask(self, http: httpx2.AsyncClient, ids: Ids) -> list[Any]:
         """Return an entry for each token. Raises EngineError."""

@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, ExitStack, aclosing, closing
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, overload
-from urllib.parse import urlsplit
 
 import httpx2
 
+from groupwise.config.addresses import has_certificate, is_local, is_server_url
 from groupwise.errors import ConfigError
 from groupwise.sdk.transport import Emit, Emits, Flow, HttpAnswer, Open, Send, Sleep, Step, T
 
@@ -251,12 +251,7 @@ def server_url(url: str | None) -> str:
     """Return `url`, or GROUPWISE_URL, or the default, without a last slash or /v1. Raises ConfigError."""
     given = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     whole = (given if "://" in given else f"http://{given}").rstrip("/").removesuffix("/v1")
-    try:
-        parts = urlsplit(whole)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of a port that is not a number
-        valid = False
-    if not valid:
+    if not is_server_url(whole):
         raise ConfigError(f"{given!r} is not a server's URL", hint=f"write it as in {DEFAULT_URL}")
     return whole
 
@@ -272,11 +267,10 @@ def connection(url: str, api_key: str | None) -> dict[str, Any]:
             hint=f"give {KEY_VARIABLE} printable ASCII characters without spaces",
         )
     headers = {"user-agent": f"groupwise/{__version__}"} | ({"authorization": f"Bearer {key}"} if key else {})
-    host = urlsplit(url).hostname or ""
     return {
         "base_url": url,
         "headers": headers,
-        "verify": url.startswith("https"),  # loading certificates takes 0.1 s
-        "trust_env": not (host == "localhost" or host.startswith("127.") or host == "::1"),  # no proxy to this machine
+        "verify": has_certificate(url),
+        "trust_env": not is_local(url),
         "limits": httpx2.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
     }

@@ -37,10 +37,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
 
 import httpx2
 
+from groupwise.config.addresses import has_certificate, is_server_url
 from groupwise.engine.vllm.answers import Sampled, read_answer
 from groupwise.engine.vllm.images import GENERATE, Images, generate_body, read_generated
 from groupwise.errors import ConfigError, EngineError
@@ -95,12 +95,7 @@ def server_url(text: str) -> str:
     """Return the URL without the /v1 that many clients write: "http://gpu:8000" for "http://gpu:8000/v1/". Raises
     ConfigError."""
     url = text.strip().rstrip("/").removesuffix("/v1")
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is not a number
-        valid = False
-    if not valid:
+    if not is_server_url(url):
         raise ConfigError(f"vllm.urls: {text!r} is no address; write it as in http://localhost:8000")
     return url
 
@@ -158,7 +153,9 @@ class VllmServer:
         self._reading, self.updating = asyncio.Lock(), False  # it reads weights, or is sent some
         self._shown = set[str]()  # names of images that it was sent
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        self._client = httpx2.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
+        self._client = httpx2.AsyncClient(
+            limits=limits, trust_env=False, follow_redirects=False, verify=has_certificate(self.url)
+        )
 
     async def close(self) -> None:
         await self._client.aclose()
