@@ -8,9 +8,13 @@ import multiprocessing
 import os
 import pickle
 import socket
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +41,7 @@ class Pair:
         context, port = multiprocessing.get_context("fork"), free_port()
         self.processes, self._ends = [], []
         for rank in range(size):
+            _until_other_threads_rest()
             mine, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_run, args=(work, rank, size, port, deadline_s, theirs), daemon=True)
             process.start()
@@ -69,6 +74,24 @@ def on_ranks(work: Work, *, size: int = 2, deadline_s: float = 60.0) -> list[Any
     for error in sorted(errors, key=lambda error: isinstance(error, RankLostError)):
         raise error
     return found
+
+
+def _until_other_threads_rest() -> None:
+    """Wait until no thread but this one computes. One that has been joined still runs for a moment, in which it gives
+    back what MKL lent it, under a lock: a process that is forked then waits for this lock at its first product, for
+    ever. On a busy machine that was one fork in a hundred."""
+    until = time.monotonic() + HANG_S
+    while any(state in "RD" for state in _states_of_other_threads()):
+        assert time.monotonic() < until, "a thread of the test computes for ever"
+        time.sleep(0.001)
+
+
+def _states_of_other_threads() -> Iterator[str]:
+    """The letters of proc(5): R runs or could, D waits for a disk, S sleeps."""
+    for task in Path("/proc/self/task").glob("*"):
+        if int(task.name) != threading.get_native_id():
+            with suppress(OSError):  # it has ended
+                yield (task / "stat").read_text().rpartition(") ")[2][0]
 
 
 def _run(work: Work, rank: int, size: int, port: int, deadline_s: float, end: Connection) -> None:
