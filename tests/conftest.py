@@ -55,6 +55,13 @@ PACKED_FROM = {"gemma2": "5.23"}  # the first transformers with which a family r
 MakeBase = Callable[..., LoadedModel]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """HTTP clients of the quick tests, and of what they start, trust one authority, which has signed nothing: to read
+    the system's certificates takes 15 ms, and a thousand clients are made that only talk to this machine."""
+    if config.option.markexpr == "not slow":
+        os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What is in tests/slow is slow: where no slow test is asked for it is not read, which would import what it needs
     in each process of the suite."""
