@@ -148,10 +148,10 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
     1, or continues from the `state` of a checkpoint."""
     config, batches = run.plan.config, run.parts.batches
     step = await run.begin() if state is None else run.resume(state)
-    last = step == config.train.steps or (state is not None and state.finished)
+    last, stopped = step == config.train.steps or (state is not None and state.finished), False
     stop.graceful = True
     try:
-        while not last:
+        while not (last or stopped):
             step += 1
             update = run.updates.begin(step)
             async for groups in run.sample_and_score(step):  # all of the step's at once, unless it is streamed
@@ -163,14 +163,14 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
                 metrics |= run.publish_and_sync(step, metrics)
             run.log(step, update.groups, metrics)
 
-            last = step == config.train.steps or stop.requested
-            if config.eval is not None and (last or _every(config.eval.every, step)):
-                last |= await run.evaluate(step)
-            if last or _every(config.checkpoint.every, step):
-                run.save_checkpoint(step, finished=last and not stop.requested)
+            last, stopped = step == config.train.steps, stop.requested
+            if config.eval is not None and (last or stopped or _every(config.eval.every, step)):
+                last |= await run.evaluate(step) and not stopped
+            if last or stopped or _every(config.checkpoint.every, step):
+                run.save_checkpoint(step, finished=last)
     finally:
         await batches.close()
-    version, before, after = await run.conclude(step)
+    version, before, after = await run.conclude(step, finished=last)
     return RunResult(
         run_dir=run.run_dir,
         version=version,
