@@ -203,13 +203,8 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     those that have fewer steps than are asked for and differ in nothing else, the one that made most, so that no trial
     of a step takes the place of a run. Without one: why the newest of this name does not continue, "" where there is
     none."""
-    pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
-    matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
-    begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
     why, shorter = "", list[tuple[int, Path]]()
-    for _, _, run_dir in sorted(begun, reverse=True):
-        if not (run_dir / CONFIG).exists():
-            continue
+    for run_dir in _named_like(config):
         changed = _changes(run_dir / CONFIG, config)
         standing = checkpoint.standing(run_dir) if not changed or _is_longer(changed, config) else None
         if changed and standing is None:
@@ -224,6 +219,29 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     if shorter:
         return max(shorter, key=lambda each: each[0])[1], ""  # the first of equals, which is the newest
     return None, why
+
+
+def _named_like(config: RunConfig) -> Iterator[Path]:
+    """Yield the runs of this name in `output_dir`, the newest first."""
+    pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
+    begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
+    yield from (path for _, _, path in sorted(begun, reverse=True) if (path / CONFIG).exists())
+
+
+def as_they_continue(configs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
+    """Return the runs of one command, by their labels. Where it is one that continues (`resume: auto`) and not all of
+    them are over, those that are have their directory as `run_dir`: they are concluded again, and not trained again."""
+    over = dict[str, Path]()
+    for label, config in configs.items():
+        if config.resume == "auto" and config.run_dir is None:
+            same = (path for path in _named_like(config) if not _changes(path / CONFIG, config))
+            if (newest := next(same, None)) is not None and checkpoint.is_over(newest) and newest not in over.values():
+                over[label] = newest
+    if len(over) == len(configs):
+        return dict(configs)
+    named = {label: {"run_dir": str(run_dir)} for label, run_dir in over.items()}
+    return {label: config.model_copy(update=named.get(label, {})) for label, config in configs.items()}
 
 
 def _changes(saved: Path, config: RunConfig) -> dict[str, object]:
