@@ -239,6 +239,35 @@ def test_one_that_was_interrupted_in_its_last_step_is_over(tmp_path: Path) -> No
     assert run_loop(given).run_dir != first.run_dir
 
 
+@pytest.mark.parametrize("step", slow_but({4}, of=(2, 3, 4)))
+def test_what_is_interrupted_is_saved_before_it_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Killed in the evaluation: nothing is lost, and one that was due after that step (not after step 3) is done."""
+    sections = {"eval": {**EVALUATED["eval"], "every": 2}, "train": {"steps": 4}, "checkpoint": {"every": 0}}
+    whole = run_loop(config(tmp_path / "whole", **sections))
+    stop, evaluate = StopRequest(), TrainingRun.evaluate
+
+    async def dies(self: TrainingRun, at: int) -> bool:
+        if at == step:
+            raise Dies.Now
+        return await evaluate(self, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "evaluate", dies)
+        with pytest.raises(Dies.Now):
+            run_loop(
+                config(tmp_path, resume="auto", **sections),
+                display=Interrupts(stop, step=step, total=4),
+                stop=stop,
+            )
+    notes = io.StringIO()
+    result = run_loop(config(tmp_path, resume="auto", **sections), display=LineDisplay(4, stream=notes))
+    assert f"going on after step {step}" in notes.getvalue() and result.version == whole.version
+    assert metrics_of(result.run_dir) == metrics_of(whole.run_dir)
+    assert adapter_bytes(result.run_dir).items() >= adapter_bytes(whole.run_dir).items() != set()
+
+
 def test_the_versions_of_a_checkpoint_outlive_an_evaluation_after_it(tmp_path: Path) -> None:
     """A checkpoint after step 3, an evaluation after step 4, and only the newest version is kept besides."""
     evaluated = {"eval": {**EVALUATED["eval"], "every": 4, "best": None}}

@@ -151,6 +151,9 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
     last, stopped = step == config.train.steps or (state is not None and state.finished), False
     stop.graceful = True
     try:
+        if state is not None and _is_evaluated(config, step, last=last) and not run.evaluated(step):  # killed in that
+            last |= await run.evaluate(step)
+            run.save_checkpoint(step, finished=last)
         while not (last or stopped):
             step += 1
             update = run.updates.begin(step)
@@ -164,7 +167,9 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
             run.log(step, update.groups, metrics)
 
             last, stopped = step == config.train.steps, stop.requested
-            if config.eval is not None and (last or stopped or _every(config.eval.every, step)):
+            if _is_evaluated(config, step, last=last or stopped):
+                if stopped:  # who asked for it may not wait for the evaluation
+                    run.save_checkpoint(step, finished=False)
                 last |= await run.evaluate(step) and not stopped
             if last or stopped or _every(config.checkpoint.every, step):
                 run.save_checkpoint(step, finished=last)
@@ -184,6 +189,10 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
         out_of_patience=run.out_of_patience,
         loaded_by=auto_class(run.parts.base.model.config).__name__,
     )
+
+
+def _is_evaluated(config: RunConfig, step: int, *, last: bool) -> bool:
+    return config.eval is not None and (last or _every(config.eval.every, step))
 
 
 def _every(interval: int, step: int) -> bool:

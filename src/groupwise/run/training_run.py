@@ -65,6 +65,7 @@ class TrainingRun:
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
         self._checkpointed: set[PolicyVersion] = set()  # what the newest checkpoint continues with
+        self._saved_at: int | None = None  # the step after which this process wrote it
         self._held_out: list[Sample] | None = None  # what the loss is computed of, once it was prepared
         self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
 
@@ -135,7 +136,8 @@ class TrainingRun:
         return state.step
 
     def save_checkpoint(self, step: int, *, finished: bool) -> None:
-        """Write a checkpoint of the run after `step`."""
+        """Write a checkpoint of the run after `step`; after a second call for a step, what was evaluated since is in
+        it, too."""
         version = self.publish({}, sync=False)
         state = RunState(
             step=step,
@@ -153,7 +155,11 @@ class TrainingRun:
                 "promotion": None if self.promotion is None else self.promotion.state_dict(),
             },
         )
-        checkpoint.save(self.run_dir, self.parts.learner, state)
+        if step == self._saved_at:  # the learner is what it was
+            checkpoint.restate(self.run_dir, state)
+        else:
+            checkpoint.save(self.run_dir, self.parts.learner, state)
+        self._saved_at = step
         self._protect(checkpoint_of=state)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -259,6 +265,10 @@ class TrainingRun:
         await self._promote(step, version, result)
         self._protect()
         return self.out_of_patience
+
+    def evaluated(self, step: int) -> bool:
+        """Return whether the policy was evaluated after this step."""
+        return step in self._evaluated.values()
 
     @property
     def out_of_patience(self) -> bool:

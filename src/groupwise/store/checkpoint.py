@@ -110,14 +110,20 @@ def conclude(run_dir: Path) -> None:
 
 
 def _marked(run_dir: Path, *, finished: bool, concluded: bool) -> RunState:
-    found = newest(run_dir)
-    assert found is not None, run_dir
-    before = read(found)
+    before = standing(run_dir)
+    assert before is not None, run_dir
     state = replace(before, finished=finished, concluded=concluded)
     if state != before:
-        with files.writing(f"writing the checkpoint {found}"):
-            files.replace(found / _STANDING, state.dump())
+        restate(run_dir, state)
     return state
+
+
+def restate(run_dir: Path, state: RunState) -> None:
+    """Write another state into the newest checkpoint, in one step; the learner's stays. Raises StorageError."""
+    found = newest(run_dir)
+    assert found is not None, run_dir
+    with files.writing(f"writing the checkpoint {found}"):
+        files.replace(found / _STANDING, state.dump())
 
 
 def _saved(root: Path) -> set[Path]:
