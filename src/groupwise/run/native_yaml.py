@@ -21,7 +21,7 @@ def native_yaml(loaded: LoadedRun, *, folder: Path) -> str:
     for keys in (("data", "source"), ("rewards",)):
         if loaded.document.origin(keys) == MISSING:
             lines.append(f"# {keys[0]}: to be said before this can run")
-            section = values[keys[0]] if len(keys) > 1 else {}
+            section: Any = values[keys[0]] if len(keys) > 1 else {}
             section.pop(keys[-1], None)
             if not section:  # else it says something else, too
                 del values[keys[0]]

@@ -31,8 +31,8 @@ STEP, _STANDING = "step-", "run.json"
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The state of a run after `step`: the newest version, the version that samples and its step (`synced`), and by
-    name the state of each part of the run. `finished`: it makes no more steps. `concluded`: what comes after its last
-    step is done, too: the version that is its policy is active, or the trained model is saved."""
+    name the state of each part of the run. `finished`: it makes no more steps. `concluded`, of one that is finished:
+    what comes after its last step is done, too, so that its policy is the active version, or the saved model."""
 
     step: int
     version: PolicyVersion
@@ -101,7 +101,7 @@ def is_over(run_dir: Path) -> bool:
 def reopen(run_dir: Path) -> RunState:
     """Mark the run as not finished: it continues from its newest checkpoint, whose state is returned. Raises
     StorageError."""
-    return _marked(run_dir, finished=False, concluded=False)
+    return _marked(run_dir, finished=False)
 
 
 def conclude(run_dir: Path) -> None:
@@ -109,10 +109,10 @@ def conclude(run_dir: Path) -> None:
     _marked(run_dir, finished=True, concluded=True)
 
 
-def _marked(run_dir: Path, *, finished: bool, concluded: bool) -> RunState:
+def _marked(run_dir: Path, **how: bool) -> RunState:
     before = standing(run_dir)
     assert before is not None, run_dir
-    state = replace(before, finished=finished, concluded=concluded)
+    state = replace(before, **how)
     if state != before:
         restate(run_dir, state)
     return state
