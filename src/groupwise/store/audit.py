@@ -87,7 +87,7 @@ class AuditLog:
 
 
 def _write(path: Path, line: bytes) -> None:
-    """Write a line behind the last one; what a kill or a full disk cut off ends first, so that this does not join it."""
+    """Write a line behind the last one. What a kill or a full disk cut off ends first, so that this does not join."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(descriptor).st_size
