@@ -127,6 +127,7 @@ class TrainingRun:
             self._open_promotion(self.promotion, step=state.step, kept=saved["promotion"])
         self._protect(checkpoint_of=state)
         batches.sync(state.sampler, step=state.synced)
+        self.parts.scorer.begin_step(state.step)  # what is evaluated before the next step is told of this one
         self.health.replay(read_metrics(self.run_dir / METRICS))
         self.display.note(
             f"the run in {self.run_dir} was finished after step {state.step}"
