@@ -10,6 +10,7 @@ from typing import Any
 
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.run.display import LineDisplay
+from groupwise.run.stop_request import StopRequest
 from groupwise.store.tracking import read_rollouts
 from groupwise.types import RolloutGroup
 
@@ -93,6 +94,18 @@ class Dies(LineDisplay):
         super().step(step, metrics)
         if step == self._last:
             raise Dies.Now
+
+
+class Interrupts(LineDisplay):
+    """Asks for a clean stop while `step` is shown, as Ctrl-C does."""
+
+    def __init__(self, stop: StopRequest, *, step: int, total: int):
+        super().__init__(total, stream=io.StringIO())
+        self._stop, self._at = stop, step
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().step(step, metrics)
+        self._stop.requested |= step == self._at
 
 
 class DiesAfter(LineDisplay):

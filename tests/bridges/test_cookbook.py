@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,6 +192,13 @@ def test_what_changes_nothing_is_said_in_a_line_when_it_is_set(name, dataset, tm
         changed = {section: dataclasses.replace(getattr(whole, section), **changed)}
     (said,) = [line for line in notes(dataclasses.replace(whole, **changed)) if name in line.partition(": ")[0]]
     assert IDLE[name] in said
+
+
+def test_a_separator_of_lines_ends_no_row(tmp_path: Path):
+    row = {"messages": [{"role": "user", "content": "2 +\u20282?"}], "ground_truth": "4"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (found,) = cookbook.rows(dataset=str(tmp_path / "rows.jsonl"))
+    assert found == {"prompt": row["messages"], "ground_truth": "4"}
 
 
 def test_rows_lose_their_answers(dataset):

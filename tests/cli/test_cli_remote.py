@@ -196,6 +196,18 @@ def test_prompts_of_a_file(server):
         wording(refused.stderr)
 
 
+def test_a_line_of_json_may_hold_a_separator_of_lines(server):
+    """U+2028 and U+0085, which `ensure_ascii=False` leaves as they are, end no line of JSON."""
+    lines = [json.dumps({"prompt": f"What is{mark}2 + 3?"}, ensure_ascii=False) for mark in ("\u2028", "\x85")]
+    result = cli("rollouts", "sample", "--file", write("p.jsonl", "\n".join(lines)), "--json")
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["groups"]) == 2
+    group = {"messages": [], "completions": [{"text": "a\u2028b", "reward": 1}, {"text": "b", "reward": 0}]}
+    lines = [json.dumps(group, ensure_ascii=False)] * 2
+    result = cli("train", "grpo", write("g.jsonl", "\n".join(lines)), "--output-name", "m", "--json")
+    assert result.exit_code == 0, result.output
+
+
 def test_the_three_forms_of_what_is_trained(server):
     group = {"messages": [], "completions": [{"text": "a", "reward": 1}, {"text": "b", "reward": 0}]}
     whole = {"groups": [group], "config": {"learning_rate": 1e-3, "output_name": "a"}}

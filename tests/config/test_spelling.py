@@ -126,6 +126,14 @@ def test_what_import_writes_says_where_each_value_came_from(tmp_path):
     assert "folder" not in ruamel.yaml.YAML(typ="safe").load(text) and text.endswith("\n")
 
 
+def test_what_is_said_of_data_that_are_to_be_named_yet_is_written(tmp_path):
+    """A file without a dataset, whose rows are not to be shuffled."""
+    (tmp_path / "t.yaml").write_text("model_name_or_path: starter\nreward_funcs: [m.f]\nshuffle_dataset: false\n")
+    text = native_yaml(import_run([str(tmp_path / "t.yaml")]), folder=tmp_path)
+    assert "# data: to be said before this can run" in text.splitlines()
+    assert ruamel.yaml.YAML(typ="safe").load(text)["data"] == {"shuffle": False}
+
+
 @pytest.mark.parametrize(
     ("names", "system"),
     [(["n.yaml"], None), ([], None), (["none.yaml"], None), (["x.yaml"], "verl")],

@@ -8,11 +8,13 @@ import threading
 
 import pytest
 
+from groupwise.run import stop_request
 from groupwise.run.stop_request import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_and_second(number: signal.Signals):
+def test_first_and_second(number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stop_request, "SAME_S", 0.0)
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.requested
@@ -21,6 +23,16 @@ def test_first_and_second(number: signal.Signals):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+def test_a_sigterm_that_comes_by_two_ways_is_one():
+    """Slurm's to each process of a job, and torchrun's to its own."""
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_before_there_is_anything_to_finish_the_first_stops_at_once():

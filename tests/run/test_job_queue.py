@@ -17,7 +17,7 @@ from cuda_errors import ILLEGAL_ADDRESS, INVALID_VALUE, cuda_error
 from forked import ONE_SERVER, forked
 from groupwise.errors import Interrupted, LeaseLostError, StorageError
 from groupwise.run import job_queue
-from groupwise.run.job import JobCancelled
+from groupwise.run.job import JobCancelled, run_job
 from groupwise.run.job_queue import LeaseHeartbeat, describe
 from groupwise.store import faults
 from groupwise.store.files import WEIGHTS
@@ -206,6 +206,59 @@ def test_a_job_whose_memory_ran_out_goes_on_from_its_checkpoint_in_smaller_passe
     one, other = (load_file(place.store.path(place.version(each)) / WEIGHTS) for each in (whole, job))
     for name, tensor in one.items():
         assert torch.allclose(tensor, other[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("step", [2, 0])
+def test_memory_that_runs_out_as_a_job_goes_on_costs_it_no_steps_and_no_moments(place, monkeypatch, step: int) -> None:
+    """The files that were being read are whole: the checkpoint, or the moments of the version that is continued."""
+    place.do(groups(), adapter="start", lora_dropout=0.0)
+    begun = {"base_adapter": "start@1", "iterations": 3}
+    whole = place.do(groups(), adapter="whole", **begun)
+    place.submit(groups(), **begun)
+    if step:
+        interrupted(place, step)
+    load, tries = Learner.load, []
+
+    def runs_out(learner: Learner, directory: Path) -> None:
+        tries.append(directory.name)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        load(learner, directory)
+
+    monkeypatch.setattr(Learner, "load", runs_out)
+    job = place.do()
+    went_on = "goes on from the checkpoint at step 2" if step else "with its optimizer's moments"
+    assert job.micro_tokens == 21 and tries[0] == tries[1] and went_on in place.messages(job)[-1]
+    one, other = (load_file(place.store.path(place.version(each)) / WEIGHTS) for each in (whole, job))
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, other[name], atol=1e-5), name
+
+
+def test_a_gpu_that_is_lost_as_a_job_goes_on_leaves_its_checkpoint(place, monkeypatch) -> None:
+    whole = place.do(groups(), adapter="whole", iterations=3)
+    place.submit(groups(), iterations=3)
+    interrupted(place, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "load", lambda learner, directory: raising(cuda_error(ILLEGAL_ADDRESS))())
+        with pytest.raises(SystemExit):
+            place.do()
+    place.ledger.expire("worker")
+    job = place.do()
+    assert "goes on from the checkpoint at step 2" in place.messages(job)[-1]
+    assert place.weights(job) == place.weights(whole)
+
+
+def interrupted(place: Place, steps: int) -> None:
+    """Have the job that waits make so many steps, be saved and wait again."""
+    lease, left = place.lease(), iter(range(steps))
+
+    def stops() -> None:
+        if next(left, None) is None:
+            raise Interrupted("as asked")
+
+    with pytest.raises(Interrupted):
+        run_job(lease, place.workplace, raise_if_stopped=stops)
+    place.ledger.release(lease)
 
 
 @pytest.mark.slow

@@ -13,12 +13,13 @@ from groupwise.config.run import parse_config
 from groupwise.errors import AdapterNotFoundError, ConfigError
 from groupwise.run.display import LineDisplay
 from groupwise.run.loop import RunResult, run_loop
+from groupwise.run.stop_request import StopRequest
 from groupwise.run.training_run import Evaluations, TrainingRun
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.locate import find_adapter
 from groupwise.types import PolicyVersion
-from running_jobs import Dies, config
-from wording import raises
+from running_jobs import Dies, Interrupts, config
+from wording import raises, wording
 
 HELD_OUT = {
     "source": "groupwise.tasks.starter.tasks:prompts",
@@ -114,6 +115,22 @@ def test_a_version_that_was_promoted_is_measured_by_other_draws_than_chose_it(
     draws.clear()
     run(tmp_path / "greedy", promote={"margin": 0.9, "mode": "greedy"}, train=train)
     assert {draw for _, draw in draws} == {0}, "nothing is drawn"
+
+
+def test_an_interrupt_leaves_the_last_version_its_part_of_the_error_and_more_steps_have_none(tmp_path: Path) -> None:
+    """Only the last version was to be judged; Ctrl-C adds one, and 5 % are halved."""
+    stop, notes = StopRequest(), io.StringIO()
+    last: dict[str, Any] = {"eval": {**EVAL, "every": 0}, "promote": {"margin": 0.1}, "resume": "auto"}
+    first = run_loop(config(tmp_path, train=STILL, **last), display=Interrupts(stop, step=1, total=2), stop=stop)
+    assert first.interrupted and first.steps == 1
+    again = run_loop(config(tmp_path, train=STILL, **last))
+    assert again.run_dir == first.run_dir and again.steps == 2
+    refused = [str(store_of(again).refused(PolicyVersion("run", number))) for number in (1, 2)]
+    assert all("confidence 0.975)" in each for each in refused) and "look 2 at these prompts" in refused[1]
+    more = {**last, "train": {**STILL, "steps": 4}}
+    assert run_loop(config(tmp_path, **more), display=LineDisplay(4, stream=notes)).run_dir == again.run_dir
+    (warning,) = [line for line in notes.getvalue().splitlines() if "warning: promote" in line]
+    wording(warning)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ from groupwise.engine.local import LocalEngine
 from groupwise.errors import DeviceLostError, StorageError
 from groupwise.run.display import LineDisplay
 from groupwise.run.loop import RunResult, run_loop
+from groupwise.run.stop_request import StopRequest
 from groupwise.run.training_run import TrainingRun
 from groupwise.store.adapters import AdapterStore
 from groupwise.train.learner import Learner
-from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
+from groupwise.types import PolicyVersion
+from running_jobs import Dies, Interrupts, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
 from slow_cases import slow_but
 
 EVALUATED = {
@@ -188,7 +190,7 @@ def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
 ) -> None:
     whole = run_loop(config(tmp_path / "whole", **sections))
 
-    async def dies(self: TrainingRun, step: int) -> None:
+    async def dies(self: TrainingRun, step: int, **how: bool) -> None:
         raise Dies.Now
 
     named = {"run_dir": str(tmp_path / "here"), "resume": "auto", **sections}
@@ -207,6 +209,74 @@ def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
             assert AdapterStore(result.run_dir / "adapters").active == whole.version
         else:
             assert (result.run_dir / "model" / "model.safetensors").exists()
+
+
+def test_one_that_dies_before_it_is_concluded_is_concluded_and_then_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last checkpoint says that no step is left; which version is its policy was not settled yet."""
+    sections = {"train": {"steps": 2, "learning_rate": 0.0}, "eval": {**EVALUATED["eval"], "every": 1}}
+
+    async def dies(self: TrainingRun, step: int, **how: bool) -> None:
+        raise Dies.Now
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "conclude", dies)
+        with pytest.raises(Dies.Now):
+            run_loop(config(tmp_path, **sections))
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    result = run_loop(config(tmp_path, resume="auto", **sections))
+    assert (result.run_dir, result.steps, result.version) == (run_dir, 2, PolicyVersion.base())
+    assert AdapterStore(run_dir / "adapters").active == result.version != result.newest
+    assert run_loop(config(tmp_path, resume="auto", **sections)).run_dir != run_dir
+
+
+def test_one_that_was_interrupted_in_its_last_step_is_over(tmp_path: Path) -> None:
+    stop = StopRequest()
+    given = config(tmp_path, resume="auto", train={"steps": 2})
+    first = run_loop(given, display=Interrupts(stop, step=2, total=2), stop=stop)
+    assert first.interrupted and first.steps == 2
+    assert run_loop(given).run_dir != first.run_dir
+
+
+@pytest.mark.parametrize("step", slow_but({4}, of=(2, 3, 4)))
+def test_what_is_interrupted_is_saved_before_it_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Killed in the evaluation: nothing is lost, and one that was due after that step (not after step 3) is done."""
+    sections = {"eval": {**EVALUATED["eval"], "every": 2}, "train": {"steps": 4}, "checkpoint": {"every": 0}}
+    whole = run_loop(config(tmp_path / "whole", **sections))
+    stop, evaluate = StopRequest(), TrainingRun.evaluate
+
+    async def dies(self: TrainingRun, at: int) -> bool:
+        if at == step:
+            raise Dies.Now
+        return await evaluate(self, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "evaluate", dies)
+        with pytest.raises(Dies.Now):
+            run_loop(
+                config(tmp_path, resume="auto", **sections),
+                display=Interrupts(stop, step=step, total=4),
+                stop=stop,
+            )
+    notes = io.StringIO()
+    result = run_loop(config(tmp_path, resume="auto", **sections), display=LineDisplay(4, stream=notes))
+    assert f"going on after step {step}" in notes.getvalue() and result.version == whole.version
+    assert metrics_of(result.run_dir) == metrics_of(whole.run_dir)
+    assert adapter_bytes(result.run_dir).items() >= adapter_bytes(whole.run_dir).items() != set()
+
+
+def test_the_versions_of_a_checkpoint_outlive_an_evaluation_after_it(tmp_path: Path) -> None:
+    """A checkpoint after step 3, an evaluation after step 4, and only the newest version is kept besides."""
+    evaluated = {"eval": {**EVALUATED["eval"], "every": 4, "best": None}}
+    sections = {**evaluated, "checkpoint": {"every": 3}, "adapters": {"keep": 1}}
+    whole = run_loop(config(tmp_path / "whole", **sections))
+    first = died(tmp_path, 5, **sections)
+    result = run_loop(config(tmp_path, resume="auto", **sections))
+    assert result.run_dir == first and result.steps == 6
+    assert metrics_of(first) == metrics_of(whole.run_dir)
 
 
 class Intruded(LineDisplay):

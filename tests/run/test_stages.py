@@ -190,6 +190,20 @@ def test_one_that_dies_in_a_stage_goes_on_there(file, tmp_path: Path, whole: Run
         assert metrics_of(only / run) == metrics_of(whole.run_dir / run)
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_stage_that_is_over_is_not_taken_for_that_of_another_configuration(file, tmp_path: Path, resume: str):
+    """The first stage was finished, the second one killed, and then the first one's learning rate changed."""
+    run_dir = tmp_path / "here"
+    config = file(stages=TWICE, resume=resume, run_dir=str(run_dir))
+    with pytest.raises(Dies.Now):
+        run_loop(config, display=DiesAfter(3 + 2))
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    faster = [{**STAGE, "train": {"steps": 3, "learning_rate": 1e-2}}, TWICE[1]]
+    with raises(ConfigError):
+        run_loop(file(stages=faster, resume=resume, run_dir=str(run_dir)))
+    assert before == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
 def test_a_stage_that_is_stopped_ends_the_run(file):
     stop = StopRequest()
     stop.requested = True

@@ -319,6 +319,23 @@ def test_the_command_prints_all_runs_and_the_best(project: Project):
     assert [config.seed for config in configs] == [0, 1]
 
 
+def test_what_is_over_is_not_trained_again_while_another_run_is_not(project: Project):
+    def swept_again() -> dict[str, Path]:
+        ran = cli("run", project.config, "--sweep", "seed=0,1", "train.steps=1", "resume=auto", "--json")
+        assert ran.exit_code == 0, ran.stderr
+        told = json.loads(ran.stdout)
+        assert told["measure"] == "greedy/reward"
+        return {each["run"]: Path(each["run_dir"]) for each in told["runs"]}
+
+    assert cli("run", project.config, "seed=0", "train.steps=1").exit_code == 0
+    (first,) = Path("runs").iterdir()
+    records = (first / "metrics.jsonl").read_bytes()
+    both = swept_again()
+    assert both["seed=0"] == first and (first / "metrics.jsonl").read_bytes() == records
+    assert both["seed=1"] != first and len([*Path("runs").iterdir()]) == 2
+    assert not {*swept_again().values()} & {*both.values()}  # where all are over, all begin anew
+
+
 def test_two_files_are_two_runs_and_the_page_says_what_failed(project: Project):
     text = project.config.read_text(encoding="utf-8")
     (project.folder / "other.yaml").write_text(text.replace("vowels", "raises"), encoding="utf-8")

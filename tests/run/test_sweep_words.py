@@ -62,6 +62,12 @@ class TestRuns:
             ["r:exact", "r:shorter"],
         ]
 
+    def test_an_apostrophe_and_a_bracket_that_was_not_opened_hold_nothing_together(self):
+        runs = read_runs(["a.yaml"], ["data.system=Don't add,Do,:)"])
+        assert [run.loaded.config.data and run.loaded.config.data.system for run in runs] == ["Don't add", "Do", ":)"]
+        (quoted,) = read_runs(["a.yaml"], ["data.system='Do, then say'"])
+        assert quoted.loaded.config.data and quoted.loaded.config.data.system == "Do, then say"
+
     def test_keys_that_end_alike_are_written_whole(self):
         (first, _) = read_runs(["a.yaml"], ["train.steps=1,2", "rollout.group_size=4"])
         assert first.label == "steps=1 group_size=4"

@@ -19,6 +19,7 @@ from groupwise.config.job import GrpoJobConfig
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import NotReadyError, StorageError, SwapRefusedError
 from groupwise.model.load import LoadedModel, load_model
+from groupwise.server import supervisor
 from groupwise.server.policies import Policies
 from groupwise.server.schema_train import GrpoRequest, ScoredCompletion, ScoredGroup
 from groupwise.server.submit import prepare_grpo
@@ -95,6 +96,11 @@ STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 held = lease()
 time.sleep(60)
+"""
+CHATTY = """
+while True:
+    print("y" * 99, flush=True)
+    time.sleep(0.001)
 """
 CONFESSING = """
 import json
@@ -245,6 +251,21 @@ def test_no_worker_is_started_on_a_damaged_ledger_and_no_job_is_blamed(
     assert "no job is trained until the ledger is repaired" in caplog.text
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT state, error FROM job NOT INDEXED WHERE seq = 1").fetchone() == ("running", None)
+
+
+def test_the_log_of_a_worker_that_never_ends_is_bounded(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "MAX_LOG_BYTES", 20_000)
+    log = ledger.path.parent / "logs" / "worker.log"
+
+    async def test(supervisor: Supervisor) -> None:
+        await until(lambda: log.with_suffix(".log.1").exists() and 0 < log.stat().st_size < 20_000)
+        assert supervisor.status.restarts == 0
+
+    supervise(ledger, CHATTY, test, stop_s=0.1)
+    for path in (log, log.with_suffix(".log.1")):
+        *lines, _ = path.read_text().split("\n")  # the last one may be cut
+        assert set(lines) <= {"y" * 99} and path.stat().st_size
+    assert starts(ledger) == 1
 
 
 def test_stopping_lets_the_worker_release_its_job(ledger: Ledger) -> None:

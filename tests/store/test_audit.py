@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from groupwise.errors import StorageFullError
 from groupwise.store import audit
 from groupwise.store.audit import AuditLog, Change
 from groupwise.store.tenants import home_of
@@ -47,9 +49,23 @@ def test_a_line_that_a_kill_cut_off_hides_no_other(tmp_path: Path) -> None:
     log = AuditLog(tmp_path)
     log.append(change(1))
     with (tmp_path / audit.FILE).open("ab") as file:
-        file.write(b'{"at": "2026-1\n')
+        file.write(b'{"at": "2026-1')
     log.append(change(2))
     assert [each.things["n"] for each in log.read("", limit=10)] == ["2", "1"]
+
+
+def test_a_line_that_a_full_disk_cut_off_is_told_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel writes what there is room for, and says how much that was."""
+    log, write = AuditLog(tmp_path), os.write
+    log.append(change(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:40]))
+        with pytest.raises(StorageFullError):
+            log.append(change(2))
+    log.append(change(3))
+    assert [each.things["n"] for each in log.read("", limit=10)] == ["3", "1"]
 
 
 def test_threads_write_whole_lines(tmp_path: Path) -> None:

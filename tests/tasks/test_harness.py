@@ -210,6 +210,14 @@ def test_a_command_may_say_a_number(play):
         assert rollout.reward == reward and said[7:8] in rollout.columns["score_output"]
 
 
+def test_a_separator_of_lines_ends_no_line_of_what_a_command_says(play):
+    """U+2028 in a text of the object, which `ensure_ascii=False` leaves as it is."""
+    said = "import json; print(json.dumps({'reward': 0.5, 'metrics': {'a\\u2028b': 1}}, ensure_ascii=False))"
+    score = {"command": ["python", "-X", "utf8", "-c", said], "reward": "stdout"}
+    (rollout,) = play(ASKS, score=score)
+    assert rollout.reward == 0.5
+
+
 SAYS = """import json
 said = [len(line) > 0 for line in open('said.txt')]
 print(json.dumps({'reward': 2, 'turn_rewards': %s, 'metrics': {'lines': len(said)}}))"""

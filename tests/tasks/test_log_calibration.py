@@ -23,7 +23,7 @@ from groupwise.tasks.logs.calibration import (
     calibrate,
     strata,
 )
-from groupwise.tasks.logs.judging import grade, read_scored
+from groupwise.tasks.logs.judging import FILES, grade, read_scored
 from wording import raises
 
 
@@ -183,6 +183,14 @@ def test_answers_of_one_prompt_are_graded_together_and_in_both_orders(tmp_path: 
         (1.0, True, False, None),
     ]
     assert graded[0].key == graded[1].key != graded[2].key
+
+
+def test_a_separator_of_lines_in_an_answer_ends_no_line(tmp_path: Path):
+    """An import writes U+2028 as it is."""
+    row = {"prompt": [{"role": "user", "content": "A?"}], "completion": [{"role": "assistant", "content": "a\u2028b"}]}
+    (tmp_path / FILES[0]).write_text(json.dumps({**row, "score": 1.0, "model": "m"}, ensure_ascii=False) + "\n")
+    (prompt,) = read_scored(tmp_path)
+    assert prompt.answers[0].message["content"] == "a\u2028b"
 
 
 def test_the_bias_for_a_place_is_found(tmp_path: Path):

@@ -31,9 +31,10 @@ def run_several(configs: Mapping[str, RunConfig], *, as_json: bool) -> None:
     Raises GroupwiseError where one of them cannot be planned; nothing was begun.
     """
     from groupwise.run.plan import RunPlan, make_plan
+    from groupwise.store.rundir import as_they_continue
 
     plans = dict[str, RunPlan]()
-    for label, config in configs.items():
+    for label, config in as_they_continue(configs).items():
         try:
             plans[label] = make_plan(config)
         except GroupwiseError:

@@ -319,9 +319,9 @@ class _Work:
             drawn = random.SystemRandom().sample(having, min(FRESH, len(having)))
             rows = to_verify([taught[key] for key in drawn if key not in self.said["learned"]])
             path = self.to / "verify.jsonl"
-            before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-            lines = [*before, *(json.dumps(row, ensure_ascii=False) for row in rows)]
-            self.put("verify.jsonl", "".join(f"{each}\n" for each in lines))
+            before = path.read_text(encoding="utf-8").rstrip() if path.is_file() else ""
+            lines = [before, *(json.dumps(row, ensure_ascii=False) for row in rows)]
+            self.put("verify.jsonl", "".join(f"{each}\n" for each in filter(None, lines)))
             self.said["again"][phrase] = drawn
             self.said["to_verify"] += len(rows)
             self.save()
@@ -365,7 +365,8 @@ def _read(path: Path) -> Any:
 
 
 def _rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    lines = path.read_bytes().splitlines() if path.is_file() else []  # of bytes: U+2028 ends no line of JSON
+    return [json.loads(line) for line in lines]
 
 
 def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:

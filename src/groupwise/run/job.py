@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from groupwise.algo.kl import logprob_drop
@@ -32,6 +33,7 @@ from groupwise.config.job import CHECKPOINT_INTERVAL, GrpoJobConfig, JobConfig, 
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, AdapterNotFoundError, ConfigError, Interrupted, TrainingError
 from groupwise.model.load import LoadedModel
+from groupwise.model.lost_device import lost_device
 from groupwise.run.health_report import examine_job
 from groupwise.run.job_passes import JobPasses
 from groupwise.run.job_turns import StepTurns
@@ -57,6 +59,7 @@ from groupwise.types import BASE, PolicyVersion, Sample
 CANARY_TOKENS = 16
 MEASURED_TOKENS = 8192  # prompts included: of the samples that are looked at before and after training
 
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 # what reading rubbish raises
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError, SafetensorError)
 
@@ -159,6 +162,7 @@ def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) 
         start = read_start(newest, lengths=[len(sample.completion_ids) for sample in task.samples])
         task = (task if start is None else task.with_start(start)).with_reference(learner)
     except _DAMAGED as error:
+        _raise_unless_damaged(error, place)
         checkpoints.discard()
         message = f"the checkpoint cannot be read, so the job begins anew ({type(error).__name__}: {error})"
         place.ledger.progress(lease, phase="loading", step=0, message=message)
@@ -166,6 +170,19 @@ def _resumed(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) 
     run = _Run(place, lease, config, task, learner, standing, dict(lease.job.metrics))
     run.say(f"goes on from the checkpoint at step {standing.step} of {task.batch.steps}")
     return run
+
+
+def _raise_unless_damaged(error: Exception, place: WorkerContext) -> None:
+    """Raise an error for which what was read is not to blame, memory that ran out or a lost device: the job then goes
+    on from the same files."""
+    if is_memory(error) or lost_device(error, place.base.device) is not None:
+        raise error
+
+
+def is_memory(error: Exception) -> bool:
+    """Return whether memory ran out."""
+    said = isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
+    return said or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _begun(lease: Lease, place: WorkerContext, config: JobConfig, task: Task) -> _Run:
@@ -249,7 +266,8 @@ def _continued(
         return learner, False
     try:
         learner.load(moments)
-    except _DAMAGED:
+    except _DAMAGED as error:
+        _raise_unless_damaged(error, place)
         learner = _new_learner(config, lora, place)
         learner.load_adapter(directory, alpha_field="lora_alpha")
         return learner, False

@@ -49,7 +49,7 @@ from groupwise.errors import (
 from groupwise.model.load import LoadedModel, load_model, resolve_device, resolve_dtype
 from groupwise.model.lost_device import lost_device
 from groupwise.platform import trim_memory
-from groupwise.run.job import JobCancelled, WorkerContext, run_job
+from groupwise.run.job import JobCancelled, WorkerContext, is_memory, run_job
 from groupwise.run.job_room import MOST_AT_ONCE, JobRoom
 from groupwise.store.cuda_ipc import attach_weights
 from groupwise.store.job_checkpoint import Checkpoints
@@ -65,8 +65,6 @@ PARENT_GRACE_S = 10.0  # for the step that is being done when the parent dies; n
 PAUSE_S = 30.0  # after the disk was full
 MAX_PAUSES = 20  # of one job
 AT_LEAST_S = 30.0  # that a job is trained before it makes way: saving it and taking it again are not free
-
-_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 log = logging.getLogger(__name__)
 
@@ -331,12 +329,6 @@ class Worker:
         until = time.monotonic() + seconds
         while not self._heartbeat.stopping and time.monotonic() < until:
             time.sleep(min(POLL_S, seconds))
-
-
-def is_memory(error: Exception) -> bool:
-    """Return whether memory ran out."""
-    said = isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
-    return said or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _free_memory() -> None:

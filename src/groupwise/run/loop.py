@@ -148,10 +148,13 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
     1, or continues from the `state` of a checkpoint."""
     config, batches = run.plan.config, run.parts.batches
     step = await run.begin() if state is None else run.resume(state)
-    last = step == config.train.steps or (state is not None and state.finished)
+    last, stopped = step == config.train.steps or (state is not None and state.finished), False
     stop.graceful = True
     try:
-        while not last:
+        if state is not None and _is_evaluated(config, step, last=last) and not run.evaluated(step):  # killed in that
+            last |= await run.evaluate(step)
+            run.save_checkpoint(step, finished=last)
+        while not (last or stopped):
             step += 1
             update = run.updates.begin(step)
             async for groups in run.sample_and_score(step):  # all of the step's at once, unless it is streamed
@@ -163,14 +166,16 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
                 metrics |= run.publish_and_sync(step, metrics)
             run.log(step, update.groups, metrics)
 
-            last = step == config.train.steps or stop.requested
-            if config.eval is not None and (last or _every(config.eval.every, step)):
-                last |= await run.evaluate(step)
-            if last or _every(config.checkpoint.every, step):
-                run.save_checkpoint(step, finished=last and not stop.requested)
+            last, stopped = step == config.train.steps, stop.requested
+            if _is_evaluated(config, step, last=last or stopped):
+                if stopped:  # who asked for it may not wait for the evaluation
+                    run.save_checkpoint(step, finished=False)
+                last |= await run.evaluate(step) and not stopped
+            if last or stopped or _every(config.checkpoint.every, step):
+                run.save_checkpoint(step, finished=last)
     finally:
         await batches.close()
-    version, before, after = await run.conclude(step)
+    version, before, after = await run.conclude(step, finished=last)
     return RunResult(
         run_dir=run.run_dir,
         version=version,
@@ -184,6 +189,10 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
         out_of_patience=run.out_of_patience,
         loaded_by=auto_class(run.parts.base.model.config).__name__,
     )
+
+
+def _is_evaluated(config: RunConfig, step: int, *, last: bool) -> bool:
+    return config.eval is not None and (last or _every(config.eval.every, step))
 
 
 def _every(interval: int, step: int) -> bool:

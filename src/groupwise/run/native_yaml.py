@@ -21,7 +21,10 @@ def native_yaml(loaded: LoadedRun, *, folder: Path) -> str:
     for keys in (("data", "source"), ("rewards",)):
         if loaded.document.origin(keys) == MISSING:
             lines.append(f"# {keys[0]}: to be said before this can run")
-            del values[keys[0]]
+            section: Any = values[keys[0]] if len(keys) > 1 else {}
+            section.pop(keys[-1], None)
+            if not section:  # else it says something else, too
+                del values[keys[0]]
     lines += _section(loaded, values, ())
     return "\n".join(lines) + "\n"
 

@@ -4,7 +4,8 @@ Each version that is evaluated is judged by that evaluation (`run.verdict`): aga
 the one promoted before, and against the best one promoted so far. One that passes becomes active, which is what the
 run's name means from then on; one that does not is refused, and stays in the store with the reason.
 
-All looks share one error: each has an equal part of what is left of it. A version that was promoted was chosen by its
+All looks share one error: each has an equal part of what is left, which the evaluations that are still to come share
+with it, so that one more (an interrupt's) leaves the last one its part. A version that was promoted was chosen by its
 draws, which were perhaps lucky ones; so that they are not what later versions are measured by for ever, both are
 evaluated with other seeds where such a version is what one is compared with (in mode sampled).
 """
@@ -27,6 +28,7 @@ from groupwise.store.locate import find_adapter
 from groupwise.types import PolicyVersion
 
 OWN = ("base", "active")  # of `against`: what needs no other adapter
+NOTHING = 1e-12  # what rounding may leave of an error that is used up
 
 
 class Evaluate(Protocol):
@@ -41,7 +43,6 @@ class Promotion:
 
     Args:
         temperature: the temperature of mode sampled.
-        looks: the number of versions that will be evaluated.
         prompts: the number of evaluated prompts.
     """
 
@@ -55,7 +56,6 @@ class Promotion:
         *,
         base: LoadedModel,
         temperature: float,
-        looks: int,
         prompts: int,
     ):
         self._config, self._policy, self._store, self._engine = config, policy, store, engine
@@ -63,20 +63,32 @@ class Promotion:
         self._temperature = temperature if config.mode == "sampled" else 1.0
         self.promoted: PolicyVersion | None = None
         self._start = self._against = PolicyVersion.base()
-        self._looks, self._prompts, self._looked, self._spent = looks, prompts, 0, 0.0
+        self._prompts, self._looked, self._spent = prompts, 0, 0.0
         self._old: Measured | None = None  # what `against` did
         self._start_length = 0.0
         self._best: PolicyVersion | None = None
 
-    @property
-    def warning(self) -> str | None:
-        """Return that the prompts are too few for any version to pass that is not clearly better; None if not."""
-        return too_few(self._prompts, self._config, self._look(), key="promote")
+    def warning(self, looks: int) -> str | None:
+        """Return why none of the next `looks` versions can pass (the error was used up before the run was given more
+        steps), or none that is not clearly better (the prompts are too few); None if one can."""
+        if not looks:
+            return None
+        if self._left <= NOTHING:
+            return (
+                f"the {self._looked} versions that were judged before have used up the chance of an error that a run "
+                "may take (1 - promote.confidence), so that none of those that follow is promoted; begin a run from "
+                "this one's adapter (adapters.start), which has a chance of its own"
+            )
+        return too_few(self._prompts, self._config, self._look(looks - 1), key="promote")
 
-    def _look(self) -> Look:
-        """Return the next look: an equal part of the error that is left."""
-        left = 1 - self._config.confidence - self._spent
-        return Look(number=self._looked + 1, alpha=left / max(1, self._looks - self._looked))
+    @property
+    def _left(self) -> float:
+        """Return what is left of the error."""
+        return 1 - self._config.confidence - self._spent
+
+    def _look(self, later: int) -> Look:
+        """Return the next look, which `later` evaluations follow: an equal part of the error that is left."""
+        return Look(number=self._looked + 1, alpha=self._left / (1 + max(0, later)))
 
     def open(self) -> None:
         """Load the version that `against` names. Raises AdapterNotFoundError, AdapterError."""
@@ -100,11 +112,14 @@ class Promotion:
         found = evaluations if self._against == start else await self._evaluate(self._against)
         self._old = measured(found[self._config.mode])
 
-    async def consider(self, version: PolicyVersion, evaluations: Mapping[str, Evaluation]) -> str | None:
-        """Judge an evaluated version; what is said of it, None for what was judged before."""
+    async def consider(
+        self, version: PolicyVersion, evaluations: Mapping[str, Evaluation], *, later: int
+    ) -> str | None:
+        """Judge an evaluated version, which `later` evaluations follow; what is said of it, None for what was judged
+        before."""
         if version in (self._start, self.promoted) or self._store.refused(version) is not None:
             return None
-        verdict = await self._verdict(version, evaluations[self._config.mode])
+        verdict = await self._verdict(version, evaluations[self._config.mode], later=later)
         if not verdict.passed:
             self._store.refuse(version, f"it was not promoted: {verdict.reason}")
             return f"{version} is not promoted: {verdict.reason}"
@@ -118,9 +133,9 @@ class Promotion:
         before = numbers["reward_active"]
         return f"{version} is promoted: its held-out reward is {numbers['reward']:.3f}, that of {name} {before:.3f}"
 
-    async def _verdict(self, version: PolicyVersion, said: Evaluation) -> Verdict:
+    async def _verdict(self, version: PolicyVersion, said: Evaluation, *, later: int) -> Verdict:
         assert self._old is not None
-        look, config = self._look(), self._config
+        look, config = self._look(later), self._config
         self._looked, self._spent = self._looked + 1, self._spent + look.alpha
         new, old, best = measured(said), self._old, None
         if self._best is not None:  # one was promoted, by its draws

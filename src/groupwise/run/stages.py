@@ -19,7 +19,7 @@ from groupwise.config.stages import STAGES, stage_config, stage_names
 from groupwise.config.world import world
 from groupwise.run.plan import make_plan
 from groupwise.store import checkpoint, files
-from groupwise.store.rundir import CONFIG, reserve_run_dir
+from groupwise.store.rundir import CONFIG, check_begun, reserve_run_dir
 
 if TYPE_CHECKING:
     from groupwise.run.loop import RunResult
@@ -39,7 +39,7 @@ def run_stages(config: RunConfig, run: Callable[[RunConfig], RunResult]) -> tupl
     config, start = config.model_copy(update={"run_dir": str(run_dir)}), None
     for name, stage in zip(stage_names(config), stages, strict=True):
         directory = run_dir / STAGES / name
-        if here.size > 1 or not checkpoint.is_finished(directory):  # of several processes only the first would see it
+        if here.size > 1 or not checkpoint.is_over(directory):  # of several processes only the first would see it
             where = {"run_dir": str(directory), "resume": "auto"}
             adapters = stage.adapters if start is None else stage.adapters.model_copy(update={"start": str(start)})
             result = run(stage.model_copy(update={**where, "adapters": adapters}))
@@ -50,10 +50,12 @@ def run_stages(config: RunConfig, run: Callable[[RunConfig], RunResult]) -> tupl
 
 
 def _reserved(config: RunConfig) -> Path:
-    """Return the run's directory, in which its configuration stands from now on, so that it is found again."""
+    """Return the run's directory, in which its configuration stands from now on, so that it is found again. Raises
+    ConfigError where stages of another run were trained in it."""
     if not world().leads:  # only the first process writes to it
         return config.run_path(now=datetime.now(UTC))
     run_dir = reserve_run_dir(config)
+    check_begun(run_dir, config)  # stages that are over are not looked at again
     if not (run_dir / CONFIG).exists():
         with files.writing(f"making the run directory {run_dir}"):
             files.replace(run_dir / CONFIG, dump_resolved(config))

@@ -74,17 +74,17 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _values(text: str) -> list[str]:
-    """Return the values between commas that stand in no brackets and no quotes."""
+    """Return the values between commas that stand in no brackets and no quotes; a quote within a word is none."""
     values, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
-        elif letter in "\"'":
+        elif letter in "\"'" and values[-1][-1:] in ("", *" [{(,:"):
             quote = letter
         elif letter in "[{(":
             depth += 1
         elif letter in ")}]":
-            depth -= 1
+            depth = max(0, depth - 1)
         elif letter == "," and not depth:
             values.append("")
             continue

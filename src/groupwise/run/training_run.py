@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from groupwise.algo.metrics import Metrics, rollout_metrics, time_metrics
 from groupwise.config.stages import STAGES, stage_names
@@ -63,6 +64,8 @@ class TrainingRun:
         self.promotion = self._promotion(store)
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
+        self._checkpointed: set[PolicyVersion] = set()  # what the newest checkpoint continues with
+        self._saved_at: int | None = None  # the step after which this process wrote it
         self._held_out: list[Sample] | None = None  # what the loss is computed of, once it was prepared
         self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
 
@@ -72,18 +75,30 @@ class TrainingRun:
             return None
         temperature = config.eval_sampling().temperature
         others = {"base": parts.base, "temperature": temperature, "prompts": len(parts.eval_prompts)}
-        every, steps = 0 if config.eval is None else config.eval.every, config.train.steps
-        looks = math.ceil(steps / every) if every else 1
-        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, looks=looks, **others)
+        return Promotion(config.promote, self.policy, store, parts.engine, self._evaluation, **others)
+
+    def _evaluations_after(self, step: int) -> int:
+        """Return how many evaluations follow that of `step`: every so many steps, and the last step's."""
+        config, steps = self.plan.config.eval, self.plan.config.train.steps
+        if config is None or step >= steps:
+            return 0
+        return math.ceil(steps / config.every) - step // config.every if config.every else 1
+
+    def _open_promotion(self, promotion: Promotion, *, step: int, kept: Mapping[str, Any] | None = None) -> None:
+        """Prepare the judging of what is evaluated after `step`, given what a checkpoint kept of it; say where none can
+        pass."""
+        promotion.open()
+        if kept is not None:
+            promotion.load_state_dict(kept)
+        if (warning := promotion.warning(self._evaluations_after(step))) is not None:
+            self.display.note(f"warning: promote: {warning}")
 
     # -- the state of the run ------------------------------------------------------------------------------------------
 
     async def begin(self) -> int:
         """Prepare the first step: load the adapter to start from, and evaluate. Return 0, the steps done."""
         if self.promotion is not None:
-            self.promotion.open()
-            if (warning := self.promotion.warning) is not None:
-                self.display.note(f"warning: promote: {warning}")
+            self._open_promotion(self.promotion, step=0)
         start = self.plan.config.adapters.start
         if names := stage_names(self.plan.config):
             start = str(self.run_dir / STAGES / names[-1])
@@ -109,10 +124,10 @@ class TrainingRun:
         self._evaluated = {PolicyVersion.parse(version): step for version, step in saved["evaluated"].items()}
         self.policy.resume(newest=state.version, sampling=state.sampler, step=saved["published"])
         if self.promotion is not None:
-            self.promotion.open()
-            self.promotion.load_state_dict(saved["promotion"])
-        self._protect()
+            self._open_promotion(self.promotion, step=state.step, kept=saved["promotion"])
+        self._protect(checkpoint_of=state)
         batches.sync(state.sampler, step=state.synced)
+        self.parts.scorer.begin_step(state.step)  # what is evaluated before the next step is told of this one
         self.health.replay(read_metrics(self.run_dir / METRICS))
         self.display.note(
             f"the run in {self.run_dir} was finished after step {state.step}"
@@ -122,7 +137,8 @@ class TrainingRun:
         return state.step
 
     def save_checkpoint(self, step: int, *, finished: bool) -> None:
-        """Write a checkpoint of the run after `step`."""
+        """Write a checkpoint of the run after `step`; after a second call for a step, what was evaluated since is in
+        it, too."""
         version = self.publish({}, sync=False)
         state = RunState(
             step=step,
@@ -130,6 +146,7 @@ class TrainingRun:
             sampler=self.policy.sampling,
             synced=self.parts.batches.synced,
             finished=finished,
+            concluded=False,
             parts={
                 "update": self.updates.state_dict(),
                 "batches": self.parts.batches.state_dict(),
@@ -139,8 +156,12 @@ class TrainingRun:
                 "promotion": None if self.promotion is None else self.promotion.state_dict(),
             },
         )
-        checkpoint.save(self.run_dir, self.parts.learner, state)
-        self._protect()
+        if step == self._saved_at:  # the learner is what it was
+            checkpoint.restate(self.run_dir, state)
+        else:
+            checkpoint.save(self.run_dir, self.parts.learner, state)
+        self._saved_at = step
+        self._protect(checkpoint_of=state)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -246,6 +267,10 @@ class TrainingRun:
         self._protect()
         return self.out_of_patience
 
+    def evaluated(self, step: int) -> bool:
+        """Return whether the policy was evaluated after this step."""
+        return step in self._evaluated.values()
+
     @property
     def out_of_patience(self) -> bool:
         """Return whether `eval.patience` evaluations in a row were no better than the best, so that the run ends."""
@@ -286,16 +311,18 @@ class TrainingRun:
             return
         if step == 0:
             return await self.promotion.begin(version, result)
-        if (told := await self.promotion.consider(version, result)) is not None:
+        told = await self.promotion.consider(version, result, later=self._evaluations_after(step))
+        if told is not None:
             event = Event(kind="note", step=step, text=told)
             self.tracking.health([event])
             self.display.health([event], self.health.standing)
 
-    async def conclude(self, step: int) -> tuple[PolicyVersion, Evaluations, Evaluations]:
+    async def conclude(self, step: int, *, finished: bool) -> tuple[PolicyVersion, Evaluations, Evaluations]:
         """Return the run's policy after `step`, which is made active unless `promote` decides what is, the evaluations
         before the run and of that policy: where it was chosen among several by the evaluations (`eval.best`) one by
         other seeds, as the draws that made it the best were lucky ones. Where all parameters are trained it is the
-        last, as there are no weights of others. The trackers are told."""
+        last, as there are no weights of others. The trackers are told. A run that is killed in here concludes when it
+        is resumed, and is over (`finished`) after that."""
         version, newest = self._best.version or self.policy.newest, self.policy.newest
         if self.parts.learner.lora is None:
             if version != newest:
@@ -311,6 +338,8 @@ class TrainingRun:
             before, after = (load_evaluations(self.run_dir, at) for at in (0, self._evaluated[version]))
             after = await self._evaluated_again(version) or after
         self.tracking.summary(step, {"version": str(version), "steps": step, **run_summary(before, after)})
+        if finished:
+            checkpoint.conclude(self.run_dir)
         return version, before, after
 
     async def _evaluated_again(self, version: PolicyVersion) -> Evaluations:
@@ -341,6 +370,9 @@ class TrainingRun:
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
-    def _protect(self) -> None:
-        """Protect the versions that must stay on the disk: evaluated ones, and those of the checkpoint."""
-        self.policy.protected = {*self._evaluated, self.policy.newest, self.policy.sampling}
+    def _protect(self, *, checkpoint_of: RunState | None = None) -> None:
+        """Protect the versions that must stay on the disk: evaluated ones, and those of the newest checkpoint, which
+        is that of `checkpoint_of` from now on, if one was written or read just now."""
+        if checkpoint_of is not None:
+            self._checkpointed = {checkpoint_of.version, checkpoint_of.sampler}
+        self.policy.protected = {*self._evaluated, *self._checkpointed}

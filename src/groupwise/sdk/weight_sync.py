@@ -138,8 +138,9 @@ class WeightSyncer:
         facts = {"step": step, "serving": str(self._serving), "loop": extra}
         if self._versions is not None:
             facts["published"] = [str(self._versions.newest), self._versions.step]
-            self._versions.protected = {self._serving, self._versions.newest}
         self.policy.save_now(directory, facts)
+        if self._versions is not None:  # those of the state before are needed until here
+            self._versions.protected = {self._serving, self._versions.newest}
         for old in self._saved()[:-KEEP]:
             state.remove(old)
         return directory

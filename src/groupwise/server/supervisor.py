@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -177,6 +178,7 @@ class Supervisor:
             asyncio.ensure_future(_every(self._poll_s, self._finish_owners)),
             asyncio.ensure_future(_every(self._poll_s, self._finish_tenants)),
             asyncio.ensure_future(_every(5 * self._poll_s, self._kill_overdue)),
+            asyncio.ensure_future(_every(5 * self._poll_s, self._bound_log)),
         ]
         if self._webhooks is not None:
             self._tasks.append(asyncio.ensure_future(self._webhooks.run()))
@@ -230,8 +232,6 @@ class Supervisor:
         """Start the worker and wait for its end; returns how it ended. Its jobs can then be leased again."""
         # the new worker begins without a lease; a job that one is held for was left by a server that died
         await self._take_back("", Cause.CRASH if self._has_run else Cause.SERVER)
-        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
-            self._log_path.replace(self._log_path.with_suffix(".log.1"))
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS.values()}
         with self._log_path.open("ab") as output:
             self._log_offset = output.tell()
@@ -276,6 +276,18 @@ class Supervisor:
             await self._take_back(_tail(self._log_path, self._log_offset), Cause.CRASH)
             log.error("the worker has let its lease expire; it hangs and is killed")
             self._signal(signal.SIGKILL)
+
+    async def _bound_log(self) -> None:
+        await asyncio.to_thread(self._empty_log)
+
+    def _empty_log(self) -> None:
+        """Move what a log of more than MAX_LOG_BYTES holds next to it. The worker has it open to append, and goes on at
+        its beginning."""
+        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
+            with suppress(OSError):  # the disk is full, and has more room without
+                shutil.copyfile(self._log_path, self._log_path.with_suffix(".log.1"))
+            os.truncate(self._log_path, 0)
+            self._log_offset = 0
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:

@@ -12,6 +12,7 @@ has it then, and a power cut may lose the last seconds.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -65,11 +66,7 @@ class AuditLog:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if path.exists() and path.stat().st_size + len(line) > MOST_BYTES:
                     _rotate(path)
-                descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                try:
-                    os.write(descriptor, line)
-                finally:
-                    os.close(descriptor)
+                _write(path, line)
         except OSError as error:
             raise StorageError.of(error, f"cannot write {path}: {error.strerror or error}") from error
 
@@ -87,6 +84,19 @@ class AuditLog:
         """Return the newest changes of the owner and of every tenant, the newest first. Raises StorageError."""
         found = [each for whose in (OWNER, *tenants_in(self._state_dir)) for each in self.read(whose, limit=limit)]
         return sorted(found, key=lambda change: change.at, reverse=True)[:limit]
+
+
+def _write(path: Path, line: bytes) -> None:
+    """Write a line behind the last one. What a kill or a full disk cut off ends first, so that this does not join."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
 
 
 def _rotate(path: Path) -> None:

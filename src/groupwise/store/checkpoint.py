@@ -31,14 +31,21 @@ STEP, _STANDING = "step-", "run.json"
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The state of a run after `step`: the newest version, the version that samples and its step (`synced`), and by
-    name the state of each part of the run."""
+    name the state of each part of the run. `finished`: it makes no more steps. `concluded`, of one that is finished:
+    what comes after its last step is done, too, so that its policy is the active version, or the saved model."""
 
     step: int
     version: PolicyVersion
     sampler: PolicyVersion
     synced: int
     finished: bool = False
+    concluded: bool = True  # as one is that was written before there was this field
     parts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing of the run is left to do."""
+        return self.finished and self.concluded
 
     def dump(self) -> str:
         versions = {"version": str(self.version), "sampler": str(self.sampler)}
@@ -84,21 +91,39 @@ def standing(run_dir: Path) -> RunState | None:
     return None if found is None else read(found)
 
 
-def is_finished(run_dir: Path) -> bool:
-    """Return whether the run made all its steps. Raises StorageError if its newest checkpoint is damaged."""
+def is_over(run_dir: Path) -> bool:
+    """Return whether the run made all its steps and was concluded. Raises StorageError if its newest checkpoint is
+    damaged."""
     found = standing(run_dir)
-    return found is not None and found.finished
+    return found is not None and found.is_over
 
 
 def reopen(run_dir: Path) -> RunState:
     """Mark the run as not finished: it continues from its newest checkpoint, whose state is returned. Raises
     StorageError."""
+    return _marked(run_dir, finished=False)
+
+
+def conclude(run_dir: Path) -> None:
+    """Mark the run, which made all its steps, as concluded. Raises StorageError."""
+    _marked(run_dir, finished=True, concluded=True)
+
+
+def _marked(run_dir: Path, **how: bool) -> RunState:
+    before = standing(run_dir)
+    assert before is not None, run_dir
+    state = replace(before, **how)
+    if state != before:
+        restate(run_dir, state)
+    return state
+
+
+def restate(run_dir: Path, state: RunState) -> None:
+    """Write another state into the newest checkpoint, in one step; the learner's stays. Raises StorageError."""
     found = newest(run_dir)
     assert found is not None, run_dir
-    state = replace(read(found), finished=False)
     with files.writing(f"writing the checkpoint {found}"):
         files.replace(found / _STANDING, state.dump())
-    return state
 
 
 def _saved(root: Path) -> set[Path]:

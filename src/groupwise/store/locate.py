@@ -274,7 +274,7 @@ def _how_far(run_dir: Path, finished: bool) -> str:
 def _was_finished(run_dir: Path) -> bool:
     """Return whether the run made all its steps; one whose checkpoint is damaged did not."""
     with suppress(StorageError):
-        return checkpoint.is_finished(run_dir)
+        return checkpoint.is_over(run_dir)
     return False
 
 

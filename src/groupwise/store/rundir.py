@@ -26,6 +26,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from groupwise.config.run import RunConfig, TrainConfig, dump_resolved, identity, resolved
+from groupwise.config.stages import STAGES
 from groupwise.errors import ConfigError, InUseError
 from groupwise.platform import is_locked, try_lock
 from groupwise.store import checkpoint, files
@@ -141,22 +142,38 @@ def _entered(run_dir: Path, config: RunConfig) -> checkpoint.RunState | None:
         with files.writing(f"making the run directory {run_dir}"):
             files.replace(run_dir / CONFIG, dump_resolved(config))
         return None
-    changed = _changes(run_dir / CONFIG, config)
-    standing = checkpoint.standing(run_dir) if not changed or _is_longer(changed, config) else None
-    if changed and standing is not None:
+    standing, changed = _held(run_dir, config)
+    if changed:
         standing = checkpoint.reopen(run_dir)
         with files.writing(f"writing the configuration of {run_dir}"):
             files.replace(run_dir / CONFIG, dump_resolved(config))
-    elif changed:
+    if standing is None or not standing.finished:
+        _wind_back(run_dir, config.name, standing)
+    return standing
+
+
+def check_begun(run_dir: Path, config: RunConfig) -> None:
+    """Raise ConfigError where something was begun in the run's directory that this run does not continue, as its stages
+    would, before it has metrics of its own."""
+    if config.resume == "never" and (run_dir / STAGES).exists():
+        raise _not_free(run_dir)
+    if config.resume == "auto" and (run_dir / CONFIG).exists():
+        _held(run_dir, config)
+
+
+def _held(run_dir: Path, config: RunConfig) -> tuple[checkpoint.RunState | None, bool]:
+    """Return the state of the run that the directory holds, and whether the configuration asks for more steps of it.
+    Raises ConfigError where it is another run."""
+    changed = _changes(run_dir / CONFIG, config)
+    standing = checkpoint.standing(run_dir) if not changed or _is_longer(changed, config) else None
+    if changed and standing is None:
         raise ConfigError(
             f"run_dir {str(run_dir)!r} holds a run with another {', '.join(changed)}",
             hint="resume with the configuration of that run, or with more train.steps and no other change; or name "
             "another directory",
             field="run_dir",
         )
-    if standing is None or not standing.finished:
-        _wind_back(run_dir, config.name, standing)
-    return standing
+    return standing, bool(changed)
 
 
 def _is_longer(changed: Mapping[str, object], config: RunConfig) -> bool:
@@ -171,31 +188,30 @@ def _is_longer(changed: Mapping[str, object], config: RunConfig) -> bool:
 
 def _check_free(run_dir: Path, config: RunConfig) -> None:
     if config.resume == "never" and (run_dir / METRICS).exists():
-        raise ConfigError(
-            f"run_dir {str(run_dir)!r} already holds a run",
-            hint="name another, remove it, or go on with it if it was not finished: resume=auto",
-        )
+        raise _not_free(run_dir)
+
+
+def _not_free(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"run_dir {str(run_dir)!r} already holds a run",
+        hint="name another, remove it, or go on with it if it was not finished: resume=auto",
+    )
 
 
 def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
-    """Return the run in `output_dir` that continues: the newest of this configuration that was not finished; else, of
+    """Return the run in `output_dir` that continues: the newest of this configuration that is not over; else, of
     those that have fewer steps than are asked for and differ in nothing else, the one that made most, so that no trial
     of a step takes the place of a run. Without one: why the newest of this name does not continue, "" where there is
     none."""
-    pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
-    matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
-    begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
     why, shorter = "", list[tuple[int, Path]]()
-    for _, _, run_dir in sorted(begun, reverse=True):
-        if not (run_dir / CONFIG).exists():
-            continue
+    for run_dir in _named_like(config):
         changed = _changes(run_dir / CONFIG, config)
         standing = checkpoint.standing(run_dir) if not changed or _is_longer(changed, config) else None
         if changed and standing is None:
             why = why or f"{run_dir} has another {', '.join(changed)}"
         elif changed and standing is not None:
             shorter.append((standing.step, run_dir))
-        elif standing is None or not standing.finished:
+        elif standing is None or not standing.is_over:
             return run_dir, ""
         else:
             more = f"train.steps={2 * standing.step}"
@@ -203,6 +219,29 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
     if shorter:
         return max(shorter, key=lambda each: each[0])[1], ""  # the first of equals, which is the newest
     return None, why
+
+
+def _named_like(config: RunConfig) -> Iterator[Path]:
+    """Yield the runs of this name in `output_dir`, the newest first."""
+    pattern = re.compile(rf"{re.escape(config.name)}-(\d{{8}}T\d{{6}}Z)(?:-(\d+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in Path(config.output_dir).glob(f"{config.name}-*")]
+    begun = [(match[1], int(match[2] or 1), path) for match, path in matches if match]
+    yield from (path for _, _, path in sorted(begun, reverse=True) if (path / CONFIG).exists())
+
+
+def as_they_continue(configs: Mapping[str, RunConfig]) -> dict[str, RunConfig]:
+    """Return the runs of one command, by their labels. Where it is one that continues (`resume: auto`) and not all of
+    them are over, those that are have their directory as `run_dir`: they are concluded again, and not trained again."""
+    over = dict[str, Path]()
+    for label, config in configs.items():
+        if config.resume == "auto" and config.run_dir is None:
+            same = (path for path in _named_like(config) if not _changes(path / CONFIG, config))
+            if (newest := next(same, None)) is not None and checkpoint.is_over(newest) and newest not in over.values():
+                over[label] = newest
+    if len(over) == len(configs):
+        return dict(configs)
+    named = {label: {"run_dir": str(run_dir)} for label, run_dir in over.items()}
+    return {label: config.model_copy(update=named.get(label, {})) for label, config in configs.items()}
 
 
 def _changes(saved: Path, config: RunConfig) -> dict[str, object]:

@@ -625,7 +625,7 @@ def _filled(text: str, told: Mapping[str, Any], key: str) -> str:
 def _said_of(text: str) -> AgentResult:
     """Return the number in the last line, or the object that an agent may return; 0 where there is neither. Raises
     EnvError for an object that is none of those."""
-    last = (text.strip().splitlines() or [""])[-1].strip()
+    last = re.split(r"[\r\n]", text.strip())[-1].strip()  # U+2028 ends no line of JSON
     with suppress(ValueError):
         number = float(last)
         return AgentResult(reward=number if math.isfinite(number) else 0.0)

@@ -56,7 +56,7 @@ def read_scored(folder: Path) -> list[ScoredPrompt]:
     found: dict[str, ScoredPrompt] = {}
     for name in FILES:
         path = folder / name
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = path.read_bytes().splitlines() if path.is_file() else []  # of bytes: U+2028 ends no line of JSON
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
