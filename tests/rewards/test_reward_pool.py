@@ -224,6 +224,17 @@ def test_async_functions_of_all_groups_run_beside_each_other(steady):
     assert time.monotonic() - began < 1.0 * 32 / 2
 
 
+def test_a_worker_that_answers_while_calls_are_sent_to_it_is_heard(pool_of):
+    """Calls and answers are each more than a socket holds."""
+    text = "x" * 20_000
+    groups = [group("a", text=text, id=str(i)) for i in range(128)]
+    rewards = {
+        reward
+        for reward, _ in told(scored(pool_of("prints_and_answers", timeout_s=10.0), groups, "prints_and_answers"))
+    }
+    assert len(rewards) == 1 and None not in rewards  # one process answered all: it was not taken for hanging
+
+
 def test_a_group_is_done_before_those_behind_it(pool_of):
     pool = pool_of("when")
     functions = load_rewards(specs_of("when"), folder=HERE)

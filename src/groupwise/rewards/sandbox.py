@@ -46,7 +46,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -384,7 +384,25 @@ class Channel:
     def send(self, message: bytes, *, timeout: float | None = None) -> None:
         """Send a message. Raises TimeoutError, or OSError if the other end is closed."""
         self.socket.settimeout(timeout)
-        self.socket.sendall(len(message).to_bytes(LONGEST_LENGTH, "big") + message)
+        self.socket.sendall(_framed(message))
+
+    def send_hearing(
+        self, message: bytes, *, hear: Callable[[], object], patient_for: Callable[[], float | None]
+    ) -> None:
+        """Send a message, and call `hear` whenever there is something to receive: who waits until its own messages are
+        read does not read this one. Raises TimeoutError where nothing happens for `patient_for()` seconds, OSError if
+        the other end is closed, and what `hear` raises."""
+        left = memoryview(_framed(message))
+        while left:
+            said, has_room, _ = select.select([self.socket], [self.socket], [], patient_for())
+            if said:
+                hear()
+            elif has_room:
+                self.socket.setblocking(False)
+                with suppress(BlockingIOError):
+                    left = left[self.socket.send(left) :]
+            else:
+                raise TimeoutError
 
     def receive(self, *, timeout: float | None = None) -> bytes:
         """Return the next message. Raises TimeoutError, EOFError at the end, ValueError for one longer than
@@ -410,6 +428,10 @@ class Channel:
                 raise EOFError("the other side has ended")
             data += part
         return bytes(data)
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(LONGEST_LENGTH, "big") + message
 
 
 class Box:
