@@ -264,13 +264,9 @@ class _Opening:
             )
 
         policy = self._attached(_POLICIES, config.policy_job_id, open_it)
-        runs, asked = policy.service.base.name, config.base_model
-        if policy.trains != (trains := what_trains(lora, config.parameters)) or runs != asked:
-            raise ConfigError(
-                f"policy_job_id {config.policy_job_id!r} runs over {runs} with {policy.trains}; asked for is "
-                f"{asked} with {trains}",
-                hint="choose another policy_job_id, or close what runs under it",
-            )
+        runs = _described(policy.service.base.name, policy.trains, policy.temperature)
+        asked = _described(config.base_model, what_trains(lora, config.parameters), config.temperature)
+        _check_alike("policy_job_id", config.policy_job_id, runs=runs, asked=asked)
         return policy
 
     def _reference(self) -> ReferenceClient:
@@ -283,7 +279,11 @@ class _Opening:
             policy = _client(service, lora=LoraSpec(rank=1), temperature=config.temperature)
             return policy.create_base_reference()
 
-        return self._attached(_REFERENCES, config.reference_job_id, open_it)
+        reference = self._attached(_REFERENCES, config.reference_job_id, open_it)
+        runs = _described(reference.service.base.name, "no adapter", reference.temperature)
+        asked = _described(config.base_model, "no adapter", config.temperature)
+        _check_alike("reference_job_id", config.reference_job_id, runs=runs, asked=asked)
+        return reference
 
     def _deployment(self) -> Deployment:
         deploy, config = self.config.deployment, self.config
@@ -325,7 +325,9 @@ class _Opening:
     def _running_base(self) -> LoadedModel | None:
         """Return the base of what will be attached to, if it is the one to load otherwise."""
         policy = _POLICIES.find(self.config.policy_job_id or "")
-        engine = find_deployment(self.config.deployment.deployment_id or "")
+        deploy = self.config.deployment
+        lives_on = deploy.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT  # another's engine keeps its base
+        engine = find_deployment(deploy.deployment_id or "") if lives_on else None
         for base in [each.base for each in (policy and policy.service, engine) if each]:
             right = base.name == self.config.base_model and base.device.type == self.profile.device
             if right and base.model.dtype == getattr(torch, self.profile.dtype):
@@ -403,6 +405,19 @@ def _is_shape(name: str, profile: HardwareProfile, *, option: str = "training_sh
         what = f"infra.{option}={name!r} is a shape of the service's; here it is the profile {profile.name}"
         warnings.warn(what, stacklevel=4)
     return name.startswith(SERVICE)
+
+
+def _described(base: str, trains: str, temperature: float) -> str:
+    return f"over {base} with {trains}, at temperature {float(temperature)}"
+
+
+def _check_alike(option: str, name: str | None, *, runs: str, asked: str) -> None:
+    """Raise ConfigError where what is attached to is another than is asked for."""
+    if runs != asked:
+        raise ConfigError(
+            f"{option} {name!r} runs {runs}; asked for is one {asked}",
+            hint=f"choose another {option}, or close what runs under it",
+        )
 
 
 def _client(service: TrainingService, **options: Any) -> TrainingClient:
