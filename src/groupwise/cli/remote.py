@@ -112,7 +112,7 @@ def sample(
 
 
 def _prompts(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):  # a text may have other line breaks
         if line.strip():
             row = _parse(line, where=f"{path}:{number}")
             prompt = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
@@ -261,7 +261,7 @@ def _rows(path: Path, what: str) -> tuple[list[Any], Mapping[str, Any]]:
     try:
         whole = json.loads(text)
     except ValueError:
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
         return [_parse(line, where=f"{path}:{number}") for number, line in lines], {}
     if isinstance(whole, list):
         return whole, {}

@@ -319,7 +319,7 @@ class _Work:
             drawn = random.SystemRandom().sample(having, min(FRESH, len(having)))
             rows = to_verify([taught[key] for key in drawn if key not in self.said["learned"]])
             path = self.to / "verify.jsonl"
-            before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+            before = _lines(path)
             lines = [*before, *(json.dumps(row, ensure_ascii=False) for row in rows)]
             self.put("verify.jsonl", "".join(f"{each}\n" for each in lines))
             self.said["again"][phrase] = drawn
@@ -365,7 +365,12 @@ def _read(path: Path) -> Any:
 
 
 def _rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file, none where it is not there. A text in them may have other line breaks."""
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line] if path.is_file() else []
 
 
 def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:
