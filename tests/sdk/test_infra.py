@@ -289,6 +289,16 @@ def test_a_trainer_that_is_attached_to_is_as_it_is_asked_for(config: LoopConfig)
             assert second.policy is first.policy and second.reference is first.reference
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_reference_with_a_name_is_one_of_its_own(config: LoopConfig, lora_rank: int) -> None:
+    named = replace(config, reference_job_id="compared", lora_rank=lora_rank)
+    with setup_infra(named, needs_reference=True, needs_inference=False) as first:
+        assert first.reference is not None and first.reference.service is not first.policy.service
+        assert first.ref_training_shape_id == "cpu-small"
+        with setup_infra(named, needs_reference=True, needs_inference=False) as second:
+            assert second.reference is first.reference
+
+
 def per_deployment(config: LoopConfig, tmp_path: Path, *, run: str) -> LoopConfig:
     deploy = DeployConfig(
         tokenizer_model=config.base_model,

@@ -161,7 +161,8 @@ def setup_infra(config: LoopConfig | LikeLoopConfig, *, needs_reference: bool, n
     """Open, or attach to, everything a loop needs; `config` is only read.
 
     `needs_reference`: with an adapter the reference is the policy with its adapter off, unless `ref_training_shape_id`
-    asks for one of its own. Without an adapter there is none without that profile, and a warning says so.
+    or `reference_job_id` asks for one of its own. Without an adapter there is none without these, and a warning says
+    so.
 
     Raises:
         StorageError: another process trains in `log_path`, or it cannot be written.
@@ -192,10 +193,10 @@ class _Opening:
             hint = f"this machine: {choose_profile(lora=lora, machine=machine).name}"
             raise ConfigError(f"profile {self.profile.name} is not for training {what}", hint=hint)
         self.ref_profile = None
-        if needs_reference and reference:
+        if needs_reference and (reference or config.reference_job_id):
             option = "ref_training_shape_id"
-            shape = _is_shape(reference, self.profile, option=option)
-            self.ref_profile = self.profile if shape else find_profile(reference, machine=machine, option=option)
+            same = not reference or _is_shape(reference, self.profile, option=option)
+            self.ref_profile = self.profile if same else find_profile(reference, machine=machine, option=option)
         self._seconds: dict[str, float] = {}
         self._closeables: list[Callable[[], None]] = []
         self._lives_on: list[Callable[[], None]] = []  # closed only if something else cannot be opened
@@ -393,7 +394,8 @@ class _Opening:
         if policy.learner.lora is not None:
             return policy.create_base_reference()
         warnings.warn(
-            "all parameters are trained and infra.ref_training_shape_id is not set: no reference is provisioned",
+            "all parameters are trained, and neither infra.ref_training_shape_id nor reference_job_id is set: no reference "
+            "is provisioned",
             stacklevel=4,
         )
         return None
