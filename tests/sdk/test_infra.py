@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sdk_cases import ADAM, sequences, weights
@@ -235,6 +236,25 @@ def test_what_does_not_go_together_is_refused(config: LoopConfig, changes: dict)
 def test_a_configuration_that_cannot_be_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lora_rank": "16"}, {"temperature": "1"}, {"infra": {"training_shape_id": "cpu-small"}}, {"log_path": None}],
+    ids=str,
+)
+def test_what_is_of_another_kind_is_told_what_it_must_be(config: LoopConfig, changes: dict) -> None:
+    with raises(ConfigError):
+        replace(config, **changes)
+    assert replace(config, log_path=Path("runs")).log_path == Path("runs")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "1", None])
+def test_a_step_that_no_state_can_be_named_after_is_refused(config: LoopConfig, step: Any) -> None:
+    with setup_infra(config, needs_reference=False, needs_inference=False) as infra:
+        for call in (infra.weights.save, infra.weights.after_step):
+            with raises(ConfigError):
+                call(step)
 
 
 def test_another_process_that_trains_in_the_same_log_path_is_not_disturbed(config: LoopConfig) -> None:

@@ -394,8 +394,8 @@ class _Opening:
         if policy.learner.lora is not None:
             return policy.create_base_reference()
         warnings.warn(
-            "all parameters are trained, and neither infra.ref_training_shape_id nor reference_job_id is set: no reference "
-            "is provisioned",
+            "all parameters are trained, and neither infra.ref_training_shape_id nor reference_job_id is set: no "
+            "reference is provisioned",
             stacklevel=4,
         )
         return None

@@ -86,11 +86,14 @@ class WeightSyncer:
 
     def after_step(self, step: int, *, extra: Mapping[str, Any] | None = None) -> Pending[Synced]:
         """Sync and save as the intervals say after optimizer step `step` (counted from 1); `extra` as in `save`."""
+        _check_step(step)
         kept = state.copied(extra)
         return self.policy.service.submit(lambda: self._after_step(step, kept))
 
     def save(self, step: int, *, extra: Mapping[str, Any] | None = None) -> Pending[Path]:
-        """Save a state after `step`; `extra` (JSON) is returned by `resume`."""
+        """Save a state after `step`; `extra` (JSON) is returned by `resume`. Raises ConfigError, at once, for a step or
+        an extra that cannot be kept."""
+        _check_step(step)
         kept = state.copied(extra)
         return self.policy.service.submit(lambda: self._save(step, kept))
 
@@ -183,6 +186,13 @@ class WeightSyncer:
         self._versions.resume(newest=newest, sampling=serving, step=step)
         self._versions.protected = {newest, serving}
         deployment.serve(serving)
+
+
+def _check_step(step: object) -> None:
+    if type(step) is not int or step < 0:
+        raise ConfigError(
+            f"step is {step!r}; it must be a whole number, 0 or more", hint="count optimizer steps from 1"
+        )
 
 
 def _order(saved: Path) -> tuple[float, int]:
