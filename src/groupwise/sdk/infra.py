@@ -195,8 +195,9 @@ class _Opening:
         self.ref_profile = None
         if needs_reference and (reference or config.reference_job_id):
             option = "ref_training_shape_id"
-            same = not reference or _is_shape(reference, self.profile, option=option)
-            self.ref_profile = self.profile if same else find_profile(reference, machine=machine, option=option)
+            self.ref_profile = self.profile
+            if reference and not _is_shape(reference, self.profile, option=option):
+                self.ref_profile = find_profile(reference, machine=machine, option=option)
         self._seconds: dict[str, float] = {}
         self._closeables: list[Callable[[], None]] = []
         self._lives_on: list[Callable[[], None]] = []  # closed only if something else cannot be opened
