@@ -26,7 +26,7 @@ from groupwise.rewards.sandbox import (
     run,
     run_python,
 )
-from processes import becomes, descendants, running
+from processes import becomes, descendants, many_files, running
 from wording import raises
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks things up in /proc")
@@ -115,6 +115,11 @@ def test_installed_packages_are_there_and_what_is_not_allowed_to_be_there_is_not
         "TMPDIR",
     ]
     assert run_python(code, limits=QUICK).stdout == f"{names} False\n"
+
+
+def test_a_process_with_many_open_files_has_boxes_too(level):
+    with many_files():
+        assert run_python("print(input())", stdin="a", limits=QUICK).stdout == "a\n"
 
 
 def test_the_same_program_prints_the_same(level):

@@ -38,7 +38,6 @@ import functools
 import itertools
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -53,7 +52,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.errors import GroupwiseError
-from groupwise.platform import control_groups, exists
+from groupwise.platform import control_groups, exists, ready
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "lost"]
 KEEPER = Path(__file__).with_name("sandbox_child.py")
@@ -394,7 +393,7 @@ class Channel:
         the other end is closed, and what `hear` raises."""
         left = memoryview(_framed(message))
         while left:
-            said, has_room, _ = select.select([self.socket], [self.socket], [], patient_for())
+            said, has_room = ready([self.socket], [self.socket], timeout=patient_for())
             if said:
                 hear()
             elif has_room:
@@ -546,7 +545,7 @@ class Box:
             left = deadline - time.monotonic()
             if stdout is None or stdout.closed:
                 raise SandboxError("the box was closed")
-            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+            if left <= 0 or not ready([stdout], timeout=left)[0]:
                 raise SandboxError(f"waited too long for the end of a box (keeper {self.pid})")
             part = os.read(stdout.fileno(), 1 << 16)
             if not part:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from groupwise.platform import ready
 from groupwise.rewards.printed import show
 from groupwise.rewards.sandbox import Box, SandboxError, trusted
 
@@ -169,11 +169,11 @@ class Lane(threading.Thread):
     def _listen(self) -> None:
         """Wait for an event: a new call, an answer, a missed deadline, the worker's end."""
         watched = [self._woken, *self.worker.sockets]
-        ready = select.select(watched, [], [], self._patient_for())[0]
-        if self._woken in ready:
+        said, _ = ready(watched, timeout=self._patient_for())
+        if self._woken in said:
             with suppress(BlockingIOError):
                 self._woken.recv(4096)
-        if set(ready) & set(self.worker.sockets):
+        if set(said) & set(self.worker.sockets):
             try:
                 self._hear()
             except _GONE:
@@ -234,7 +234,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process, unless one is ready. Raises WorkerError."""
         if self.sockets:
-            if not select.select(self.sockets, [], [], 0)[0]:
+            if not ready(self.sockets, timeout=0)[0]:
                 return
             self.stop()  # it ended while it had nothing to do
         try:
@@ -289,7 +289,7 @@ class WorkerProcess:
         box, self._box = self._box, None
         if box is None:
             return "ended its worker", ""
-        if box.channel is not None and select.select([box.channel.socket], [], [], 0)[0]:
+        if box.channel is not None and ready([box.channel.socket], timeout=0)[0]:
             with suppress(SandboxError):
                 box.wait(timeout=WAIT_S)  # it is ending; what its status is, is still to be seen
         end = box.close()
