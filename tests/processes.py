@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import pytest
 
 
 def running(marker: str) -> list[int]:
@@ -35,3 +39,20 @@ def becomes(true: Callable[[], object], *, within_s: float = 120) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+@contextmanager
+def many_files(count: int = 1100) -> Iterator[None]:
+    """So many more open files, so that what is opened has numbers that select() does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * count + 1000
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"this process may have {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

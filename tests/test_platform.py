@@ -7,10 +7,12 @@ import importlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import traceback
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from forked import ONE_SERVER, forked
 from groupwise import platform
 from groupwise.errors import GroupwiseError, ModelError
 from groupwise.platform import UnsupportedPlatformError, control_groups
+from processes import many_files
 from wording import raises
 
 SOURCE = Path(platform.__file__).parent
@@ -422,3 +425,15 @@ assert gc.get_freeze_count() == 0 and any(each is kept for each in gc.get_object
 def test_garbage_goes_before_what_stays_is_spared() -> None:
     """And what was made since is looked through: spared, it could never go."""
     subprocess.run([sys.executable, "-c", SPARES], check=True, timeout=120)
+
+
+def test_what_can_be_read_or_written_is_found_whatever_its_number() -> None:
+    with many_files(), closing(socket.socketpair()[0]) as lone:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert ours.fileno() >= 1024
+            assert platform.ready([ours], timeout=0) == ([], [])
+            assert platform.ready([ours], [ours], timeout=None) == ([], [ours])
+            theirs.send(b"x")
+            assert platform.ready([ours, theirs], [theirs], timeout=None) == ([ours], [theirs])
+        assert platform.ready([lone], timeout=None) == ([lone], [])  # its other end is closed

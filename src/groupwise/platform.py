@@ -3,6 +3,7 @@
     require_supported     a plain error on Windows, which has neither `fork` nor `flock`, and on an old Python
     cores, memory_bytes   what this process may use of the machine, limits of its control group (container) included
     try_lock, unlock      advisory locks of open files (`flock`)
+    ready                 which of several sockets and pipes can be read or written, whatever their numbers
     run_coroutine         a coroutine to its end, also in a notebook, whose thread has an event loop already
     importing, spared     blocks without garbage collection: of anything, or of the objects that were there before
     the rest              priorities, limits and facts that the kernel gives or not
@@ -18,14 +19,16 @@ import contextvars
 import ctypes
 import gc
 import importlib
+import math
 import os
+import select
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from groupwise.errors import GroupwiseError, ModelError
 
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
     import asyncio
 
 T = TypeVar("T")
+
+
+class HasFileno(Protocol):
+    """A socket, a pipe, or another open file."""
+
+    def fileno(self) -> int: ...
 
 
 def _optional(name: str) -> Any:
@@ -354,6 +363,27 @@ def listener_of(port: int) -> int | None:
             if any(os.readlink(entry) in inodes for entry in directory.iterdir()):
                 return int(directory.parent.name)
     return None
+
+
+# ---- waiting ----
+
+
+def ready(
+    reading: Sequence[HasFileno], writing: Sequence[HasFileno] = (), *, timeout: float | None
+) -> tuple[list[HasFileno], list[HasFileno]]:
+    """Return those that can be read, or are at their end, and those that can be written, as soon as there are any; none
+    after `timeout` seconds. `select.select` takes no descriptor from 1024 on, which a server and a run may have."""
+    poll = select.poll()
+    events: dict[int, int] = {}
+    for things, event in ((reading, select.POLLIN), (writing, select.POLLOUT)):
+        for thing in things:
+            number = thing.fileno()
+            events[number] = events.get(number, 0) | event
+    for number, wanted in events.items():
+        poll.register(number, wanted)
+    told = dict(poll.poll(None if timeout is None else max(0, math.ceil(1000 * timeout))))
+    said = [each for each in reading if told.get(each.fileno(), 0) & ~select.POLLOUT]
+    return said, [each for each in writing if told.get(each.fileno(), 0) & ~select.POLLIN]
 
 
 # ---- limits ----

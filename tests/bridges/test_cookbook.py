@@ -150,11 +150,22 @@ def test_fields_in_our_words(configure, monkeypatch):
         {"max_seq_len": 1024},
         {"init_from_checkpoint": "job:1"},
         {"prompt_groups_per_step": 3, "ppo_n_minibatches": 2},
+        {"prompt_groups_per_step": 0},
+        {"max_rows": -1},
+        {"epochs": 0},
+        {"kl_beta": -0.1},
     ],
 )
 def test_what_is_not_here(configure, fields):
     with raises(ConfigError):
         configure(**fields)
+
+
+def test_a_dataset_without_rows_is_refused(configure, dataset):
+    assert configure(max_rows=None).train.steps == 10
+    dataset.write_text("\n")
+    with raises(DataError):
+        configure()
 
 
 def test_every_field_acts_or_is_refused():
@@ -209,9 +220,13 @@ def test_rows_lose_their_answers(dataset):
         list(cookbook.rows(dataset="nowhere.jsonl"))
     dataset.write_text("\n" + dataset.read_text().replace("\n", "\n\n"))
     assert len(list(cookbook.rows(dataset=str(dataset), max_rows=3))) == 3  # empty lines are none
-    dataset.write_text('{"prompt": 1}\n')
-    with raises(DataError):
-        list(cookbook.rows(dataset=str(dataset)))
+    messages = [{"role": "user", "content": "2 + 2?\u2028Why?"}]
+    dataset.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [row["prompt"] for row in cookbook.rows(dataset=str(dataset))] == [messages]
+    for wrong in ('{"prompt": 1}\n', '{"messages": "2 + 2?"}\n', '{"messages": ["2 + 2?"]}\n'):
+        dataset.write_text(wrong)
+        with raises(DataError):
+            list(cookbook.rows(dataset=str(dataset)))
 
 
 def test_the_recipes_reward():

@@ -35,9 +35,13 @@ def write_log(
     (folder / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
 def fill_in(path: Path, answer: Callable[[int], Any] = lambda number: 4 * number) -> list[dict[str, Any]]:
     """Write the right answers into a file that is to be verified."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines_of(path)]
     filled = [row | {"answer": answer(int(row["prompt"][-1]["content"].split()[2]))} for row in rows]
     path.write_text("".join(json.dumps(each) + "\n" for each in filled))
     return rows
@@ -50,6 +54,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: Path) -> None:
+    write_log(tmp_path, asked=lambda n: f"What is {n} plus\u2028{3 * n}?")  # which is no end of a row
     told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", *QUICK, FEW, "--json")
     assert told.exit_code == 0, told.output
     first = json.loads(told.stdout)
@@ -60,7 +65,7 @@ def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: 
     assert json.loads((tmp_path / "to" / "answer.json").read_text()) == first
     version, made = first["version"], (tmp_path / "to" / "run" / "metrics.jsonl").stat().st_mtime_ns
 
-    trained = [json.loads(line) for line in (tmp_path / "to" / "train.jsonl").read_text().splitlines()]
+    trained = [json.loads(line) for line in lines_of(tmp_path / "to" / "train.jsonl")]
     verify = fill_in(tmp_path / "to" / "verify.jsonl")
     assert all(row["answer"] == "" and set(row) == {"prompt", "answer"} for row in verify)
     taught = [row for row in verify if row["prompt"] in [each["prompt"] for each in trained]]
@@ -81,7 +86,7 @@ def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: 
     told = cli("improve", "--to", "to", "--truth", "to/verify.jsonl")
     assert told.exit_code == 0 and "answer    " in told.stdout and "verified  " in told.stdout
     assert json.loads((tmp_path / "to" / "answer.json").read_text())["verified"]["look"] == 1  # the same look
-    rows = (tmp_path / "to" / "verify.jsonl").read_text().splitlines()
+    rows = lines_of(tmp_path / "to" / "verify.jsonl")
     (tmp_path / "to" / "verify.jsonl").write_text("\n".join(rows[:15]) + "\n")  # other answers are another look
     told = cli("improve", "--to", "to", "--truth", "to/verify.jsonl", "--json")
     assert json.loads(told.stdout)["verified"]["look"] == 2

@@ -183,7 +183,8 @@ def test_rollouts_are_a_table_for_people(server):
 def test_prompts_of_a_file(server):
     messages = [{"role": "user", "content": "What is 4 + 4?"}]
     lines = [
-        json.dumps(row) for row in ({"prompt": SUM}, {"messages": messages}, "What is 1 + 1?", {"prompt": messages})
+        json.dumps(row, ensure_ascii=False)
+        for row in ({"prompt": SUM}, {"messages": messages}, "What is\u20281 + 1?", {"prompt": messages})
     ]
     result = cli("rollouts", "sample", "--file", write("p.jsonl", "\n\n".join(lines)), "-n", 1, "--token-ids", "--json")
     groups = json.loads(result.stdout)["groups"]
@@ -218,9 +219,11 @@ def test_the_three_forms_of_what_is_trained(server):
     bodies = [seen.json for seen in server.of("POST", "/v1/train/grpo")]
     assert [len(body["groups"]) for body in bodies] == [1, 2, 1, 1]
     assert bodies[0]["config"] == {"learning_rate": 1e-3, "output_name": "b"} and bodies[0]["groups"] == [group]
-    examples = cli_with('{"messages": []}\n{"messages": []}', "train", "sft", "-", "--set", "epochs=2")
+    example = {"messages": [{"role": "user", "content": "one\u2028two"}]}
+    lines = json.dumps(example, ensure_ascii=False) + "\n" + json.dumps(example)
+    examples = cli_with(lines, "train", "sft", "-", "--set", "epochs=2")
     assert examples.exit_code == 0, examples.stderr
-    assert server.seen[-1].json == {"examples": [{"messages": []}] * 2, "config": {"epochs": 2}}
+    assert server.seen[-1].json == {"examples": [example] * 2, "config": {"epochs": 2}}
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,19 @@ def message(text: str, by: str = "reward f") -> bytes:
     return json.dumps({"printed": text, "by": by, "whole": "scoring.workers=0"}).encode()
 
 
+def test_what_cannot_be_shown_costs_no_answer(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(printed, "_shares", {})
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    (tmp_path / "quiet_rewards.py").write_text(FUNCTION.format(lines=1))
+    specs = [RewardConfig(function="quiet_rewards:loud")]
+    functions = load_rewards(specs, folder=tmp_path)
+    with RewardPool(specs, folder=tmp_path) as pool:
+        answer = asyncio.run(pool.call(functions[0], {"completions": ["a"]}, size=1, prompt_id="p"))
+    assert answer.values == [1.0]
+
+
 @pytest.mark.parametrize("count", [1, 100])
 def test_a_reward_in_a_worker_is_heard(tmp_path: Path, monkeypatch: Any, capfd: Any, count: int) -> None:
     monkeypatch.setattr(printed, "_shares", {})

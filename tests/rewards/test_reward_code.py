@@ -644,7 +644,16 @@ def test_plain_data_come_back_as_they_were(value):
     assert same(back, value, tolerance=0)
 
 
-@pytest.mark.parametrize("junk", [{"no": 1}, {}, {"tuple": 3}, {"bytes": "x"}, {"a": 1, "b": 2}, {"set": [[1]]}])
+ALIKE = [number * (2**61 - 1) for number in range(100)]  # which have one hash: thousands of them take minutes in a set
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        *({"no": 1}, {}, {"tuple": 3}, {"bytes": "x"}, {"a": 1, "b": 2}, {"set": [[1]]}),
+        *({"set": ALIKE}, {"frozenset": ALIKE}, {"dict": [[number, 0] for number in ALIKE]}),
+    ],
+)
 def test_junk_is_refused(junk):
     with pytest.raises((ValueError, TypeError)):
         decode(junk)

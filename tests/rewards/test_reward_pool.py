@@ -23,7 +23,7 @@ from groupwise.rewards.call import RewardFunction, TrainerState
 from groupwise.rewards.pool import RewardPool
 from groupwise.rewards.pool_call import Patience
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
-from processes import becomes, descendants, running
+from processes import becomes, descendants, many_files, running
 from slow_cases import slow_but
 from wording import raises
 
@@ -222,6 +222,24 @@ def test_async_functions_of_all_groups_run_beside_each_other(steady):
     began = time.monotonic()
     assert told(scored(steady, groups, "waits")) == [(1.0, None)] * 32
     assert time.monotonic() - began < 1.0 * 32 / 2
+
+
+def test_a_worker_that_answers_while_calls_are_sent_to_it_is_heard(pool_of):
+    """Calls and answers are each more than a socket holds."""
+    text = "x" * 20_000
+    groups = [group("a", text=text, id=str(i)) for i in range(128)]
+    rewards = {
+        reward
+        for reward, _ in told(scored(pool_of("prints_and_answers", timeout_s=10.0), groups, "prints_and_answers"))
+    }
+    assert len(rewards) == 1 and None not in rewards  # one process answered all: it was not taken for hanging
+
+
+def test_a_process_with_many_open_files_has_workers_too(pool_of):
+    with many_files():
+        pool = pool_of("lengths", timeout_s=20.0)
+        assert told(scored(pool, [group("aa")], "lengths")) == [(2.0, None)]
+        pool.close()
 
 
 def test_a_group_is_done_before_those_behind_it(pool_of):

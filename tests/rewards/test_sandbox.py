@@ -26,7 +26,7 @@ from groupwise.rewards.sandbox import (
     run,
     run_python,
 )
-from processes import becomes, descendants, running
+from processes import becomes, descendants, many_files, running
 from wording import raises
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks things up in /proc")
@@ -115,6 +115,11 @@ def test_installed_packages_are_there_and_what_is_not_allowed_to_be_there_is_not
         "TMPDIR",
     ]
     assert run_python(code, limits=QUICK).stdout == f"{names} False\n"
+
+
+def test_a_process_with_many_open_files_has_boxes_too(level):
+    with many_files():
+        assert run_python("print(input())", stdin="a", limits=QUICK).stdout == "a\n"
 
 
 def test_the_same_program_prints_the_same(level):
@@ -443,6 +448,16 @@ class TestFilter:
         outcome = run_python(textwrap.dedent(code), limits=QUICK)
         assert outcome.stdout == f"{signal.SIGSYS:d} " * 4
 
+    def test_a_limit_of_cpu_seconds_of_its_own_is_not_set(self):
+        code = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))  # whose end would be a SIGKILL, as if from outside
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+        print(resource.getrlimit(resource.RLIMIT_CPU), resource.getrlimit(resource.RLIMIT_NOFILE))
+        """
+        outcome = run_python(textwrap.dedent(code), limits=QUICK)
+        assert outcome.stdout == "(20, 21) (20, 20)\n", outcome
+
     def test_what_programs_do_still_works(self):
         code = """
         import asyncio, concurrent.futures, multiprocessing, numpy, subprocess, sys, tempfile
@@ -477,9 +492,9 @@ class TestFilter:
 
 NUMBERS = {
     "x86_64": {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "kill": 62, "tgkill": 234, "unshare": 272}
-    | {"memfd_create": 319, "io_uring_setup": 425, "clone3": 435},
+    | {"memfd_create": 319, "io_uring_setup": 425, "clone3": 435, "setrlimit": 160, "prlimit64": 302},
     "aarch64": {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "kill": 129, "tgkill": 131, "unshare": 97}
-    | {"memfd_create": 279, "io_uring_setup": 425, "clone3": 435},
+    | {"memfd_create": 279, "io_uring_setup": 425, "clone3": 435, "setrlimit": 164, "prlimit64": 261},
 }
 NAMES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -526,6 +541,9 @@ def test_the_filter_of_each_machine(machine):
     assert [asked("kill", pid, 9) for pid in (7, -7, 0, -1)] == [kill] * 4
     assert asked("kill", 7, 15) == asked("kill", 8, 9) == asked("kill", -8, 9) == asked("tgkill", 7, 7, 15) == allow
     assert asked("tgkill", 7, 7, 9) == kill
+    limit = 0x7F0000000000  # where a limit stands: the lower half of its address is 0
+    assert asked("setrlimit", 0, limit) == asked("prlimit64", 0, 0, limit) == asked("prlimit64", 0, 0, 1) == refused(0)
+    assert asked("setrlimit", 7, limit) == asked("prlimit64", 0, 7, limit) == asked("prlimit64", 0, 0, 0, 1) == allow
     other = NAMES["aarch64" if machine == "x86_64" else "x86_64"]
     assert verdict(code, name=other, number=NUMBERS[machine]["read"], arguments=()) == kill
     if machine == "x86_64":

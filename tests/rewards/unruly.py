@@ -153,3 +153,8 @@ async def logs_async(completions, log_metric, **columns):
 def spoils(completions, **columns):
     completions.clear()
     return [1.0, 1.0]
+
+
+async def prints_and_answers(completions, text):
+    print(text[0])
+    return [float(os.getpid())] * len(completions)

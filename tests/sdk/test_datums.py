@@ -116,6 +116,14 @@ def test_built_datums_carry_everything_aligned() -> None:
     assert inputs["old_logprobs"] == (-3.0, -0.3, -0.4) and inputs["reference_logprobs"][1:] == (-0.5, -0.6)
 
 
+def test_advantages_and_lengths_may_be_tensors_and_arrays() -> None:
+    data = [datum_of((5, 6, 7), prompt_len=2), datum_of((5, 6, 8), prompt_len=2)]
+    sampler, plain = [[-1.0], [-2.0]], [0.5, -0.5]
+    expected = build_grpo_datums(data, plain, sampler, 2)
+    for advantages, lengths in ((torch.tensor(plain), np.int64(2)), (np.array(plain), torch.tensor([2, 2]))):
+        assert build_grpo_datums(data, advantages, sampler, lengths) == expected  # pyright: ignore[reportArgumentType]
+
+
 def test_a_tool_result_in_the_completion_stays_untrained() -> None:
     (built,) = build_grpo_datums([datum(weights=[1, 0, 1])], [1.0], [(None, -1.0, -1.0, -1.0)], [1])
     assert built.mask == (1, 0, 1)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sdk_cases import ADAM, sequences, weights
@@ -237,6 +238,25 @@ def test_a_configuration_that_cannot_be_is_refused(make: Callable[[], object]) -
         make()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"lora_rank": "16"}, {"temperature": "1"}, {"infra": {"training_shape_id": "cpu-small"}}, {"log_path": None}],
+    ids=str,
+)
+def test_what_is_of_another_kind_is_told_what_it_must_be(config: LoopConfig, changes: dict) -> None:
+    with raises(ConfigError):
+        replace(config, **changes)
+    assert replace(config, log_path=Path("runs")).log_path == Path("runs")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "1", None])
+def test_a_step_that_no_state_can_be_named_after_is_refused(config: LoopConfig, step: Any) -> None:
+    with setup_infra(config, needs_reference=False, needs_inference=False) as infra:
+        for call in (infra.weights.save, infra.weights.after_step):
+            with raises(ConfigError):
+                call(step)
+
+
 def test_another_process_that_trains_in_the_same_log_path_is_not_disturbed(config: LoopConfig) -> None:
     with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
         train(infra, range(1, 4))
@@ -274,6 +294,31 @@ def test_a_named_trainer_is_attached_to_and_closed_by_who_opened_it(config: Loop
         assert third.policy is not first.policy
 
 
+def test_a_trainer_that_is_attached_to_is_as_it_is_asked_for(config: LoopConfig) -> None:
+    machines = InfraConfig(training_shape_id="cpu-small", ref_training_shape_id="cpu-small")
+    named = replace(config, policy_job_id="shared", reference_job_id="compared", infra=machines)
+    with setup_infra(named, needs_reference=True, needs_inference=False) as first:
+        for changes in ({"temperature": 0.5}, {"lora_alpha": 8.0}):
+            with raises(ConfigError):
+                setup_infra(replace(named, **changes), needs_reference=False, needs_inference=False)
+        for changes in ({"temperature": 0.5}, {"base_model": "starter"}):
+            alone = replace(named, policy_job_id=None, **changes)
+            with raises(ConfigError):
+                setup_infra(alone, needs_reference=True, needs_inference=False)
+        with setup_infra(replace(named, temperature=1), needs_reference=True, needs_inference=False) as second:
+            assert second.policy is first.policy and second.reference is first.reference
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_reference_with_a_name_is_one_of_its_own(config: LoopConfig, lora_rank: int) -> None:
+    named = replace(config, reference_job_id="compared", lora_rank=lora_rank)
+    with setup_infra(named, needs_reference=True, needs_inference=False) as first:
+        assert first.reference is not None and first.reference.service is not first.policy.service
+        assert first.ref_training_shape_id == "cpu-small"
+        with setup_infra(named, needs_reference=True, needs_inference=False) as second:
+            assert second.reference is first.reference
+
+
 def per_deployment(config: LoopConfig, tmp_path: Path, *, run: str) -> LoopConfig:
     deploy = DeployConfig(
         tokenizer_model=config.base_model,
@@ -309,6 +354,21 @@ def test_successive_trainers_push_into_one_engine(config: LoopConfig, tmp_path: 
         setup_infra(other, needs_reference=False, needs_inference=True)
     deployment.close()
     assert find_deployment("long-lived") is None
+
+
+def test_the_base_of_a_deployment_is_only_trained_over_by_who_attaches_to_it(
+    config: LoopConfig, tmp_path: Path
+) -> None:
+    with setup_infra(per_deployment(config, tmp_path, run="a"), needs_reference=False, needs_inference=True) as first:
+        deployment, before = first.deployment, sample(first)
+        assert deployment is not None
+        alone = DeployConfig(tokenizer_model=config.base_model, deployment_id="long-lived")  # the scope is per_trainer
+        whole = replace(config, lora_rank=0, deployment=alone, log_path=str(tmp_path / "whole"))
+        with setup_infra(whole, needs_reference=False, needs_inference=True) as second:
+            train(second, range(1, 2))
+            assert second.deployment is not deployment
+        assert sample(first) == before
+    deployment.close()
 
 
 # ---- weights and states ----
@@ -402,3 +462,42 @@ def test_another_state_is_another_version(config: LoopConfig, tmp_path: Path) ->
         infra.policy.load_state(tmp_path / "one").result()
         assert infra.weights.sync().result() == PolicyVersion("policy", 2)
         assert infra.weights.sync().result() == PolicyVersion("policy", 2)  # nothing has changed since
+
+
+def test_a_loop_that_begins_again_in_a_log_path_keeps_its_own_states(config: LoopConfig) -> None:
+    config = replace(config, weight_sync=WeightSyncConfig(dcp_save_interval=1))
+    with setup_infra(config, needs_reference=False, needs_inference=False) as infra:
+        train(infra, range(7, 10))
+    with setup_infra(config, needs_reference=False, needs_inference=False) as infra:  # and does not resume
+        train(infra, range(1, 3))
+        expected = weights(infra.policy)
+    assert sorted(path.name for path in Path(config.log_path, "states").iterdir()) == [
+        "step-000001",
+        "step-000002",
+        "step-000009",
+    ]
+    with setup_infra(config, needs_reference=False, needs_inference=False) as infra:
+        resumed = infra.weights.resume()
+        assert resumed is not None and (resumed.step, resumed.extra) == (2, {"cursor": 6})
+        assert weights(infra.policy) == expected
+    Path(config.log_path, "states", "step-000001", "state.json").write_text("{")  # damaged: nothing is guessed
+    with setup_infra(config, needs_reference=False, needs_inference=False) as infra, raises(StorageError):
+        infra.weights.resume()
+
+
+def test_a_state_that_could_not_be_saved_costs_none_that_was(config: LoopConfig) -> None:
+    config = replace(config, weight_sync=WeightSyncConfig())
+    with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
+        train(infra, range(1, 2))
+        infra.weights.save(1).result()
+        expected = weights(infra.policy)
+        train(infra, range(2, 3))
+        infra.policy.forward_backward(sequences()[0], "cross_entropy")
+        with raises(TrainingError):
+            infra.weights.save(2).result()
+        infra.policy.optim_step(ADAM)
+        train(infra, range(3, 8))  # versions of the state before would go
+    with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
+        resumed = infra.weights.resume()
+        assert resumed is not None and resumed.step == 1 and weights(infra.policy) == expected
+        assert sample(infra)[0].version == PolicyVersion("policy", 1)

@@ -227,6 +227,11 @@ def test_an_error_of_the_callers_is_raised(sampler: DeploymentSampler) -> None:
         sample(sampler, n=0)
     with raises(ValueError):
         sample(sampler, top_p=2.0)
+    with raises(ConfigError):
+        sample(sampler, grammar="[0-9]+")
+    for messages in ("What is 2 + 2?", {"role": "user", "content": "2 + 2?"}, ["2 + 2?"]):
+        with raises(DataError):
+            asyncio.run(sampler.sample_with_tokens(messages))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("unset", [None, ""])

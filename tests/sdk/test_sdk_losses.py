@@ -193,6 +193,13 @@ def test_rows_of_another_length_are_refused() -> None:
         loss_fn(DATA, [torch.tensor(row) for row in POLICY])
 
 
+def test_a_mean_over_prompts_is_refused() -> None:
+    data = [datum.having(weights=None, mask=mask, advantages=mask) for datum, mask in zip(DATA, MASKS, strict=True)]
+    spec = resolve_loss("reinforce", reduction="prompt_mean")
+    with raises(ConfigError):
+        losses.datum_loss(data, [torch.tensor(row) for row in POLICY], spec)
+
+
 def test_no_datums_are_refused() -> None:
     with raises(DataError):
         losses.datum_loss([], [], "cross_entropy")

@@ -151,6 +151,65 @@ def test_an_answer_can_be_awaited(policy: TrainingClient) -> None:
     assert asyncio.run(loop())
 
 
+@pytest.fixture
+def gate(service: TrainingService) -> Iterator[threading.Event]:
+    """Until it is set, no verb of the service begins."""
+    opened = threading.Event()
+    service.submit(opened.wait)
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize("verb", ["forward_backward", "forward_backward_custom"])
+def test_what_becomes_of_a_list_after_the_call_is_another_matter(service: TrainingService, verb: str) -> None:
+    one, other = (service.create_training_client(lora=LORA, seed=4) for _ in range(2))
+    loss: Any = "ppo" if verb == "forward_backward" else lambda data, rows: losses.datum_loss(data, rows, "ppo")
+    data, gate = scored(one, drift=0.0), threading.Event()
+    expected = getattr(one, verb)(data, loss).result().metrics
+    service.submit(gate.wait)
+    batch = list(data)
+    pending = getattr(other, verb)(batch, loss)
+    batch.clear()
+    gate.set()
+    assert pending.result().metrics == expected and torch.equal(gradient(other), gradient(one))
+
+
+def test_what_a_state_is_to_give_back_is_taken_at_the_call(
+    policy: TrainingClient, gate: threading.Event, tmp_path: Path
+) -> None:
+    extra = {"cursor": 3, "seen": [1, 2]}
+    policy.save_state(tmp_path / "state", extra=extra)
+    extra["cursor"], extra["seen"][:] = 4, []
+    gate.set()
+    assert policy.load_state(tmp_path / "state").result() == {"cursor": 3, "seen": [1, 2]}
+
+
+def test_a_verb_that_nobody_waits_for_any_more_still_runs(policy: TrainingClient, gate: threading.Event) -> None:
+    async def gives_up() -> None:
+        policy.forward_backward(sequences()[0], "cross_entropy")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(policy.optim_step(ADAM), 0.01)
+
+    before = policy.learner.steps
+    asyncio.run(gives_up())
+    gate.set()
+    assert policy.service.submit(lambda: policy.learner.steps).result() == before + 1
+
+
+def test_a_verb_that_waits_for_another_is_told_so(policy: TrainingClient) -> None:
+    data = sequences()[0]
+    reference = policy.create_base_reference()
+
+    def waits(data: Sequence[Datum], rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        reference.forward(data).result(timeout=5.0)
+        return rows[0].sum(), {}
+
+    with raises(TrainingError):
+        policy.forward_backward_custom(data, waits).result()
+    known = reference.forward(data).result().logprobs
+    assert policy.forward_backward_custom(data, lambda data, rows: (rows[0].sum() - sum(known[0]), {})).result()
+
+
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

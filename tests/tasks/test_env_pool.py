@@ -85,6 +85,23 @@ def test_episodes_are_in_a_few_processes_that_are_not_this_one(rollouts: Play, t
     assert Counter(line[1] for line in lines) == {"reset": 8, "step 1": 8, "step 2": 8, "step 3": 8, "close": 8}
 
 
+def test_what_an_environment_shows_is_heard_while_others_are_asked(pool_of) -> None:
+    """Cases and what is shown of them are each more than a socket holds."""
+    pool = pool_of(config_of("Reads", workers=1))
+
+    async def shown(number: int) -> str:
+        env = await pool.make()
+        observation = await env.reset({"document": f"{number} " * 15_000}, number)
+        await env.close()
+        return observation.messages[0]["content"].partition(" ")[0]
+
+    async def together() -> list[str]:
+        async with asyncio.timeout(20.0):
+            return await asyncio.gather(*map(shown, range(64)))
+
+    assert asyncio.run(together()) == [str(number) for number in range(64)]
+
+
 # ---- what goes wrong ----
 
 WRONG = {

@@ -337,3 +337,10 @@ def test_what_is_scored_says_which_are_of_one_user_and_not_who(tmp_path: Path):
     assert numbers == [0, 1, 0, 1, None]
     by = {each.by for prompt in read_scored(tmp_path / "out") for each in prompt.answers}
     assert by == {"train_scored.jsonl 0", "train_scored.jsonl 1", None}
+
+
+def test_a_text_with_a_line_break_of_its_own_is_one_row(tmp_path: Path):
+    said = "one\u2028two\x85three"
+    write(imported(tmp_path, row("a", f"{said}?", said, thumb="up"), heldout=0.0), tmp_path / "out")
+    (prompt,) = read_scored(tmp_path / "out")
+    assert prompt.messages[0]["content"] == f"{said}?" and prompt.answers[0].message["content"] == said

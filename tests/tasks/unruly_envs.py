@@ -141,3 +141,13 @@ class Broken:
 
     def step(self, message):
         return None
+
+
+class Reads:
+    """Shows the document of its case."""
+
+    def reset(self, case, seed):
+        return case["document"]
+
+    def step(self, message):
+        return None

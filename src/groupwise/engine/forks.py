@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -167,7 +166,7 @@ def serve_forks(
         channel.sendall(READY)
     running: dict[int, int] = {}  # and the memory that each may have, shared with this process or not
     while True:
-        if not select.select([channel], [], [], LOOK_S if running else None)[0]:
+        if not platform.ready([channel], timeout=LOOK_S if running else None)[0]:
             _look_at(running)
             continue
         try:

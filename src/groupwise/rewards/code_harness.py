@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+MOST_ALIKE = 64  # entries of a set, or keys of a dict, that have the same hash
+
+
 def encode(value: Any) -> Any:
     """Encode plain data for JSON. Raises TypeError for anything else.
 
@@ -74,14 +77,27 @@ def decode(value: Any) -> Any:
     if kind == "tuple":
         return tuple(decode(each) for each in inside)
     if kind in ("set", "frozenset"):
-        return (set if kind == "set" else frozenset)(decode(each) for each in inside)
+        return (set if kind == "set" else frozenset)(spread([decode(each) for each in inside]))
     if kind == "dict":
-        return {decode(key): decode(each) for key, each in inside}
+        keys = spread([decode(key) for key, _ in inside])
+        return dict(zip(keys, (decode(each) for _, each in inside), strict=True))
     if kind == "bytes":
         return bytes.fromhex(inside)
     if kind == "complex":
         return complex(*inside)
     raise ValueError(f"{kind!r} is no kind of value")
+
+
+def spread(values: list[Any]) -> list[Any]:
+    """Return the entries of a set, or the keys of a dict. Raises ValueError where many of them have one hash, as the
+    multiples of 2^61 - 1: putting so many together takes the square of their number."""
+    counts: dict[int, int] = {}
+    for value in values:
+        key = hash(value)
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] > MOST_ALIKE:
+            raise ValueError(f"more than {MOST_ALIKE} entries have one hash")
+    return values
 
 
 class Pipe:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 AT_ONCE = 20  # lines of one name
@@ -104,4 +105,5 @@ def show(message: bytes) -> bool:
 
 
 def _write(line: str) -> None:
-    print("".join(each if each.isprintable() else repr(each)[1:-1] for each in line), file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # a terminal or a pipe that is gone: no reason to lose the answer behind it
+        print("".join(each if each.isprintable() else repr(each)[1:-1] for each in line), file=sys.stderr, flush=True)

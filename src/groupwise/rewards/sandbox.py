@@ -38,7 +38,6 @@ import functools
 import itertools
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -46,14 +45,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.errors import GroupwiseError
-from groupwise.platform import control_groups, exists
+from groupwise.platform import control_groups, exists, ready
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "lost"]
 KEEPER = Path(__file__).with_name("sandbox_child.py")
@@ -384,7 +383,25 @@ class Channel:
     def send(self, message: bytes, *, timeout: float | None = None) -> None:
         """Send a message. Raises TimeoutError, or OSError if the other end is closed."""
         self.socket.settimeout(timeout)
-        self.socket.sendall(len(message).to_bytes(LONGEST_LENGTH, "big") + message)
+        self.socket.sendall(_framed(message))
+
+    def send_hearing(
+        self, message: bytes, *, hear: Callable[[], object], patient_for: Callable[[], float | None]
+    ) -> None:
+        """Send a message, and call `hear` whenever there is something to receive: who waits until its own messages are
+        read does not read this one. Raises TimeoutError where nothing happens for `patient_for()` seconds, OSError if
+        the other end is closed, and what `hear` raises."""
+        left = memoryview(_framed(message))
+        while left:
+            said, has_room = ready([self.socket], [self.socket], timeout=patient_for())
+            if said:
+                hear()
+            elif has_room:
+                self.socket.setblocking(False)
+                with suppress(BlockingIOError):
+                    left = left[self.socket.send(left) :]
+            else:
+                raise TimeoutError
 
     def receive(self, *, timeout: float | None = None) -> bytes:
         """Return the next message. Raises TimeoutError, EOFError at the end, ValueError for one longer than
@@ -410,6 +427,10 @@ class Channel:
                 raise EOFError("the other side has ended")
             data += part
         return bytes(data)
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(LONGEST_LENGTH, "big") + message
 
 
 class Box:
@@ -524,7 +545,7 @@ class Box:
             left = deadline - time.monotonic()
             if stdout is None or stdout.closed:
                 raise SandboxError("the box was closed")
-            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+            if left <= 0 or not ready([stdout], timeout=left)[0]:
                 raise SandboxError(f"waited too long for the end of a box (keeper {self.pid})")
             part = os.read(stdout.fileno(), 1 << 16)
             if not part:

@@ -506,6 +506,7 @@ ABSENT = (  # "not implemented": who would like to have them continues without
 REFUSED = ((272, 97), (308, 268))  # unshare, setns: in a namespace of users of its own it would have every capability
 SOCKETS = ((41, 198), (53, 199))  # socket, socketpair: families such as AF_VSOCK lead out of a network namespace
 CLONE, KILL = (56, 220), (62, 129)
+SETRLIMIT, PRLIMIT = (160, 164), (302, 261)
 SIGNALS = (  # and which argument is the signal: tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal
     *(((200, 130), 1), ((234, 131), 2), ((129, 138), 1), ((297, 240), 2), ((424, 424), 1)),
 )
@@ -521,9 +522,10 @@ Instructions = list[tuple[int, int, int, int]]  # struct sock_filter: code, jump
 
 def filter_of(machine: str, *, program: int, families: tuple[int, ...] = (AF_UNIX,)) -> Instructions:
     """Return the filter for a program whose process is `program` and whose sockets are of `families`. That one cannot
-    have itself killed: who asks for a SIGKILL for it, for its group or for everybody, is ended by SIGSYS. A SIGKILL
-    that arrives is then from outside (but for far-fetched ways: timers, a thread's number). Raises OSError for machines
-    whose numbers are not known here."""
+    have itself killed: who asks for a SIGKILL for it, for its group or for everybody, is ended by SIGSYS, and who sets
+    another limit of CPU seconds, at which the kernel would send one, keeps the box's. A SIGKILL that arrives is then
+    from outside (but for far-fetched ways: timers, a thread's number). Raises OSError for machines whose numbers are
+    not known here."""
     if machine not in MACHINES:
         raise OSError(f"no filter of system calls for {machine}")
     which, name = MACHINES[machine]
@@ -541,14 +543,18 @@ def filter_of(machine: str, *, program: int, families: tuple[int, ...] = (AF_UNI
     aims = [_where(EQUAL, pid % (1 << 32), KILL_PROCESS) for pid in (program, -program, 0, -1)]
     deadly = [*_argument(0), *itertools.chain(*aims), *_return(ALLOW)]
     rules.append((KILL, [*_argument(1), (EQUAL, 1, 0, signal.SIGKILL), *_return(ALLOW), *deadly]))
+    rules.append((SETRLIMIT, [*_argument(0), *_where(EQUAL, resource.RLIMIT_CPU, _error(0)), *_return(ALLOW)]))
+    done = _where(ANY_BIT, 0xFFFFFFFF, _error(0))  # it says, where there is a pointer to a new limit
+    asks = [*_argument(2), *done, *_argument(2, upper=True), *done, *_return(ALLOW)]
+    rules.append((PRLIMIT, [*_argument(1), (EQUAL, 1, 0, resource.RLIMIT_CPU), *_return(ALLOW), *asks]))
     for call, decision in rules:
         code += [(EQUAL, 0, len(decision), call[which]), *decision]
     return [*code, *_return(ALLOW)]
 
 
-def _argument(index: int) -> Instructions:
-    """Its lower half: what the kernel takes of an int."""
-    return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index)]
+def _argument(index: int, *, upper: bool = False) -> Instructions:
+    """Its lower half, what the kernel takes of an int; or its upper one."""
+    return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index + 4 * upper)]
 
 
 def _where(test: int, value: int, verdict: int) -> Instructions:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from groupwise.platform import ready
 from groupwise.rewards.printed import show
 from groupwise.rewards.sandbox import Box, SandboxError, trusted
 
@@ -36,6 +36,7 @@ START_S = 120.0  # for a worker to import what it is to run
 WAIT_S = 2.0  # for the end of a worker that is ending, and for what it printed
 KEPT_BYTES = 2000  # of what it prints
 SHOWN = 300  # characters of it in a cause
+_GONE = (OSError, EOFError, ValueError)  # a worker that ended, is late, or says what is no answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,8 @@ class Lane(threading.Thread):
             return call.unstarted(str(error))
         self.running[call.number] = _Begun(call, time.monotonic() + call.deadline_s + self.grace_s)
         try:
-            self.worker.send(call.message, timeout=self._patient_for())
-        except OSError:  # it does not read, or is gone
+            self.worker.send(call.message, hear=self._hear, patient_for=self._patient_for)
+        except _GONE:  # it does not read, or is gone
             self._lost()
 
     def _patient_for(self) -> float | None:
@@ -168,20 +169,23 @@ class Lane(threading.Thread):
     def _listen(self) -> None:
         """Wait for an event: a new call, an answer, a missed deadline, the worker's end."""
         watched = [self._woken, *self.worker.sockets]
-        ready = select.select(watched, [], [], self._patient_for())[0]
-        if self._woken in ready:
+        said, _ = ready(watched, timeout=self._patient_for())
+        if self._woken in said:
             with suppress(BlockingIOError):
                 self._woken.recv(4096)
-        if set(ready) & set(self.worker.sockets):
+        if set(said) & set(self.worker.sockets):
             try:
-                number, answer = self.worker.receive(timeout=START_S)
-            except (OSError, EOFError, ValueError):
+                self._hear()
+            except _GONE:
                 self._lost()
-            else:
-                if (begun := self.running.pop(number, None)) is not None:  # else of a child that was forked, late
-                    begun.call.answered(answer, self.worker.printed)
         elif self.running and self._next_overdue() <= time.monotonic():
             self._lost()
+
+    def _hear(self) -> None:
+        """Take the worker's next answer. Raises one of `_GONE` where no more will come."""
+        number, answer = self.worker.receive(timeout=START_S)
+        if (begun := self.running.pop(number, None)) is not None:  # else of a child that was forked, late
+            begun.call.answered(answer, self.worker.printed)
 
     def _lost(self) -> None:
         """Replace a worker that ended, or has to: kill it, say why to whom it concerns, and have another."""
@@ -230,7 +234,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process, unless one is ready. Raises WorkerError."""
         if self.sockets:
-            if not select.select(self.sockets, [], [], 0)[0]:
+            if not ready(self.sockets, timeout=0)[0]:
                 return
             self.stop()  # it ended while it had nothing to do
         try:
@@ -258,11 +262,12 @@ class WorkerProcess:
         limits = None if self._memory_mb is None else {"memory_mb": self._memory_mb}
         return trusted(argv, env=os.environ, limits=limits, output_bytes=KEPT_BYTES)
 
-    def send(self, message: bytes, *, timeout: float | None) -> None:
-        """Raise OSError, TimeoutError among them."""
+    def send(self, message: bytes, *, hear: Callable[[], object], patient_for: Callable[[], float | None]) -> None:
+        """Send a message, and meanwhile `hear` each answer that comes. Raises OSError, TimeoutError among them where it
+        does not read for `patient_for()` seconds, and what `hear` raises."""
         if self._box is None or self._box.channel is None:
             raise BrokenPipeError
-        self._box.channel.send(message, timeout=timeout)
+        self._box.channel.send_hearing(message, hear=hear, patient_for=patient_for)
 
     def receive(self, *, timeout: float) -> tuple[int, Any]:
         """Return the next answer; what was printed before it is shown. Raises OSError, EOFError or ValueError."""
@@ -284,7 +289,7 @@ class WorkerProcess:
         box, self._box = self._box, None
         if box is None:
             return "ended its worker", ""
-        if box.channel is not None and select.select([box.channel.socket], [], [], 0)[0]:
+        if box.channel is not None and ready([box.channel.socket], timeout=0)[0]:
             with suppress(SandboxError):
                 box.wait(timeout=WAIT_S)  # it is ending; what its status is, is still to be seen
         end = box.close()

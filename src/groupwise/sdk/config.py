@@ -10,9 +10,11 @@ The cookbook's recipe has the same fields under the same names, and `setup_infra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from numbers import Integral, Real
+from os import PathLike
+from typing import Any, Protocol
 
 from groupwise.config.lora import ALL_LINEAR, targets_of
 from groupwise.config.trained import TEXT, checked_parts
@@ -28,6 +30,18 @@ from groupwise.sdk.sections import (
 from groupwise.store.files import is_name
 
 __all__ = ["DeployConfig", "InfraConfig", "LoopConfig", "WeightSyncConfig", "WeightSyncScope"]
+
+
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "log_path": (str | PathLike, "the name of a directory"),
+    "base_model": (str, "the name of a model"),
+    "lora_rank": (Integral, "a whole number"),
+    "lora_alpha": (Real, "a number"),
+    "temperature": (Real, "a number"),
+    "infra": (InfraConfig, "an InfraConfig"),
+    "deployment": (DeployConfig, "a DeployConfig"),
+    "weight_sync": (WeightSyncConfig, "a WeightSyncConfig"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +71,9 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         sync = self.weight_sync
+        for name, (kind, wanted) in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"{name} is a {type(value).__name__}; it must be {wanted}")
         checks = (
             (
                 is_name(self.policy_job_id or "policy"),

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from groupwise.algo.advantage import advantages
@@ -241,7 +241,7 @@ def build_grpo_datums(
     Args:
         data: the sequences; their `mask` or `weights` mark what the policy said, all after the prompt if they have
             neither.
-        advantages: one a sequence.
+        advantages: one a sequence; a list, a tensor or an array.
         inf_logprobs: the sampler's, in any order of `alignment`.
         prompt_lens: tokens of each prompt, or of all.
         old_policy_logprobs: the trainer's before this batch's first step, for losses anchored to it.
@@ -250,7 +250,10 @@ def build_grpo_datums(
     Raises:
         DataError: not one entry a datum, or lengths that disagree; nothing is filled with zeros.
     """
-    lengths = [prompt_lens] * len(data) if isinstance(prompt_lens, int) else list(prompt_lens)
+    advantages = _plain(advantages, "advantages")
+    lengths = (
+        [int(prompt_lens)] * len(data) if isinstance(prompt_lens, Integral) else _plain(prompt_lens, "prompt_lens")
+    )
     columns: dict[str, Sequence[Any] | None] = {
         "advantages": advantages,
         "inf_logprobs": inf_logprobs,

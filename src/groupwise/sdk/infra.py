@@ -161,7 +161,8 @@ def setup_infra(config: LoopConfig | LikeLoopConfig, *, needs_reference: bool, n
     """Open, or attach to, everything a loop needs; `config` is only read.
 
     `needs_reference`: with an adapter the reference is the policy with its adapter off, unless `ref_training_shape_id`
-    asks for one of its own. Without an adapter there is none without that profile, and a warning says so.
+    or `reference_job_id` asks for one of its own. Without an adapter there is none without these, and a warning says
+    so.
 
     Raises:
         StorageError: another process trains in `log_path`, or it cannot be written.
@@ -192,10 +193,11 @@ class _Opening:
             hint = f"this machine: {choose_profile(lora=lora, machine=machine).name}"
             raise ConfigError(f"profile {self.profile.name} is not for training {what}", hint=hint)
         self.ref_profile = None
-        if needs_reference and reference:
+        if needs_reference and (reference or config.reference_job_id):
             option = "ref_training_shape_id"
-            shape = _is_shape(reference, self.profile, option=option)
-            self.ref_profile = self.profile if shape else find_profile(reference, machine=machine, option=option)
+            self.ref_profile = self.profile
+            if reference and not _is_shape(reference, self.profile, option=option):
+                self.ref_profile = find_profile(reference, machine=machine, option=option)
         self._seconds: dict[str, float] = {}
         self._closeables: list[Callable[[], None]] = []
         self._lives_on: list[Callable[[], None]] = []  # closed only if something else cannot be opened
@@ -264,13 +266,9 @@ class _Opening:
             )
 
         policy = self._attached(_POLICIES, config.policy_job_id, open_it)
-        runs, asked = policy.service.base.name, config.base_model
-        if policy.trains != (trains := what_trains(lora, config.parameters)) or runs != asked:
-            raise ConfigError(
-                f"policy_job_id {config.policy_job_id!r} runs over {runs} with {policy.trains}; asked for is "
-                f"{asked} with {trains}",
-                hint="choose another policy_job_id, or close what runs under it",
-            )
+        runs = _described(policy.service.base.name, policy.trains, policy.temperature)
+        asked = _described(config.base_model, what_trains(lora, config.parameters), config.temperature)
+        _check_alike("policy_job_id", config.policy_job_id, runs=runs, asked=asked)
         return policy
 
     def _reference(self) -> ReferenceClient:
@@ -283,7 +281,11 @@ class _Opening:
             policy = _client(service, lora=LoraSpec(rank=1), temperature=config.temperature)
             return policy.create_base_reference()
 
-        return self._attached(_REFERENCES, config.reference_job_id, open_it)
+        reference = self._attached(_REFERENCES, config.reference_job_id, open_it)
+        runs = _described(reference.service.base.name, "no adapter", reference.temperature)
+        asked = _described(config.base_model, "no adapter", config.temperature)
+        _check_alike("reference_job_id", config.reference_job_id, runs=runs, asked=asked)
+        return reference
 
     def _deployment(self) -> Deployment:
         deploy, config = self.config.deployment, self.config
@@ -325,7 +327,9 @@ class _Opening:
     def _running_base(self) -> LoadedModel | None:
         """Return the base of what will be attached to, if it is the one to load otherwise."""
         policy = _POLICIES.find(self.config.policy_job_id or "")
-        engine = find_deployment(self.config.deployment.deployment_id or "")
+        deploy = self.config.deployment
+        lives_on = deploy.weight_sync_scope == WeightSyncScope.PER_DEPLOYMENT  # another's engine keeps its base
+        engine = find_deployment(deploy.deployment_id or "") if lives_on else None
         for base in [each.base for each in (policy and policy.service, engine) if each]:
             right = base.name == self.config.base_model and base.device.type == self.profile.device
             if right and base.model.dtype == getattr(torch, self.profile.dtype):
@@ -391,7 +395,8 @@ class _Opening:
         if policy.learner.lora is not None:
             return policy.create_base_reference()
         warnings.warn(
-            "all parameters are trained and infra.ref_training_shape_id is not set: no reference is provisioned",
+            "all parameters are trained, and neither infra.ref_training_shape_id nor reference_job_id is set: no "
+            "reference is provisioned",
             stacklevel=4,
         )
         return None
@@ -403,6 +408,19 @@ def _is_shape(name: str, profile: HardwareProfile, *, option: str = "training_sh
         what = f"infra.{option}={name!r} is a shape of the service's; here it is the profile {profile.name}"
         warnings.warn(what, stacklevel=4)
     return name.startswith(SERVICE)
+
+
+def _described(base: str, trains: str, temperature: float) -> str:
+    return f"over {base} with {trains}, at temperature {float(temperature)}"
+
+
+def _check_alike(option: str, name: str | None, *, runs: str, asked: str) -> None:
+    """Raise ConfigError where what is attached to is another than is asked for."""
+    if runs != asked:
+        raise ConfigError(
+            f"{option} {name!r} runs {runs}; asked for is one {asked}",
+            hint=f"choose another {option}, or close what runs under it",
+        )
 
 
 def _client(service: TrainingService, **options: Any) -> TrainingClient:

@@ -90,7 +90,13 @@ def weights_of(loss: str | LossSpec) -> str:
 
 
 def check_inputs(data: Sequence[Datum], spec: LossSpec, *, weights: str) -> None:
-    """Raise DataError unless every datum has what the loss reads, and nothing that it would pass over in silence."""
+    """Raise DataError unless every datum has what the loss reads, and nothing that it would pass over in silence;
+    ConfigError for a mean over prompts."""
+    if spec.by_prompt:
+        raise ConfigError(
+            f"reduction {spec.reduction!r} averages over prompts, and datums do not say which prompt they are of",
+            hint="use sequence_mean or token_mean",
+        )
     if not data:
         raise DataError("there are no datums", hint="skip the step, or sample more prompts")
     needed = {weights} | ({"logprobs"} if spec.reads_behaviour else set())

@@ -15,7 +15,7 @@ are gathered are admitted together (`outbox`). One that fails costs itself, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Integral
@@ -148,10 +148,20 @@ class DeploymentSampler:
     ) -> list[SampledCompletion]:
         """Sample `n` replies to a chat; `options` are those of `sample`. A `grammar` constrains the answer, not
         thoughts. An image part holds a path, a data URL, bytes or a PIL image, as in a dataset's row (docs/images.md).
-        Raises ChatError as the template does, DataError for an image that cannot be read."""
+        Raises ChatError as the template does, DataError for an image that cannot be read, or what is no list of
+        messages, ConfigError for a grammar that is none."""
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise DataError(
+                f"messages is {str(messages)[:64]!r}; it must be a list of messages",
+                hint='write [{"role": "user", "content": "..."}]',
+            )
+        if not isinstance(grammar := options.pop("grammar", None), Grammar | None):
+            raise ConfigError(
+                f"grammar is a {type(grammar).__name__}; it must be a Grammar", hint="as Grammar.of_json(schema)"
+            )
         said, _ = with_images(tuple(messages), {}, folder=Path(), id="messages")
         prompt = encode_prompt(Prompt(id="messages", messages=said, tools=tuple(tools)), self.tokenizer)
-        (grammar,) = answer_grammars(options.pop("grammar", None), [prompt.token_ids], self.tokenizer)
+        (grammar,) = answer_grammars(grammar, [prompt.token_ids], self.tokenizer)
         return await self.sample(prompt.token_ids, n, grammar=grammar, **options)
 
     async def sample(

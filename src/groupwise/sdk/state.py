@@ -27,19 +27,26 @@ _DAMAGED = (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorEr
 
 
 def save(learner: Learner, directory: Path, *, extra: Mapping[str, Any]) -> None:
-    """Write a state, in place of one of the same name. Raises StorageError; what was there before is then untouched."""
-    try:
-        facts = json.dumps({"extra": dict(extra), "shape": _shape(learner)}, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"extra cannot be kept as JSON: {error}", hint="give plain numbers, strings and lists"
-        ) from None
+    """Write a state, in place of one of the same name; `extra` is as `copied` has it. Raises StorageError; what was
+    there before is then untouched."""
+    facts = json.dumps({"extra": dict(extra), "shape": _shape(learner)}, allow_nan=False)
     with (
         files.writing(f"writing the state {directory}"),
         files.new_directory(directory, fault="state") as staging,
     ):
         learner.save(staging)
         (staging / FACTS).write_text(facts, encoding="utf-8")
+
+
+def copied(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a loop wants back as it will get it back, whatever becomes of the original. Raises ConfigError for
+    what JSON cannot say."""
+    try:
+        return json.loads(json.dumps(dict(extra or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"extra cannot be kept as JSON: {error}", hint="give plain numbers, strings and lists"
+        ) from None
 
 
 def load(learner: Learner, directory: Path) -> dict[str, Any]:
@@ -50,13 +57,7 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
         ConfigError: it is of another adapter or model.
     """
     directory = files.whole_directory(directory)
-    try:
-        facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
-        shape, extra = facts["shape"], facts["extra"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StorageError.of(
-            error, f"the state {directory} cannot be read: {error}", hint="name one that was saved"
-        ) from error
+    shape, extra = _read(directory)
     if shape != _shape(learner):
         raise ConfigError(
             f"the state {directory} is of another policy: {shape}, and this one is {_shape(learner)}",
@@ -71,10 +72,26 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
     return extra
 
 
+def extra_of(directory: Path) -> dict[str, Any]:
+    """Return the `extra` of a state without loading it. Raises StorageError: it is damaged."""
+    return _read(files.whole_directory(directory))[1]
+
+
 def remove(directory: Path) -> None:
     """Remove a state. Raises StorageError."""
     with files.writing(f"removing the state {directory}"):
         shutil.rmtree(files.whole_directory(directory))
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the shape and the extra of a state. Raises StorageError."""
+    try:
+        facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+        return dict(facts["shape"]), dict(facts["extra"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError.of(
+            error, f"the state {directory} cannot be read: {error}", hint="name one that was saved"
+        ) from error
 
 
 def _shape(learner: Learner) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -38,7 +39,7 @@ from groupwise.sdk.alignment import UNKNOWN
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, LossFn, built_in, check_inputs, checked_custom, rows_of, weights_of
 from groupwise.sdk.pending import Pending, T
-from groupwise.sdk.state import load, save
+from groupwise.sdk.state import copied, load, save
 from groupwise.train.accumulated_step import Normalization, check_adds_up
 from groupwise.train.learner import Learner, OptimStepResult
 from groupwise.train.together import BUILDING, Joined, JointPasses
@@ -90,11 +91,12 @@ def what_trains(lora: LoraSpec | None, parameters: Sequence[str]) -> str:
     """Return in words what of a model trains.
 
     >>> what_trains(LoraSpec(targets="vision"), ()), what_trains(None, ("text", "vision"))
-    ('rank 16 on vision', 'all parameters of text, vision')
+    ('rank 16 and alpha 32 on vision', 'all parameters of text, vision')
     """
     if lora is None:
         return f"all parameters of {', '.join(parameters)}"
-    return f"rank {lora.rank} on {lora.targets if isinstance(lora.targets, str) else ', '.join(lora.targets)}"
+    targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+    return f"rank {lora.rank} and alpha {lora.alpha:g} on {targets}"
 
 
 class TrainingService:
@@ -124,6 +126,7 @@ class TrainingService:
             "autocast": autocast,
         }
         self._thread = learner_thread(threads or torch.get_num_threads())
+        self._ident = self._thread.submit(threading.get_ident).result()
         self._numbers = itertools.count(1)
 
     def create_training_client(
@@ -151,7 +154,7 @@ class TrainingService:
     def submit(self, work: Callable[[], T]) -> Pending[T]:
         """Run `work` in the training thread, after all verbs called so far. Raises TrainingError when closed."""
         try:
-            return Pending(self._thread.submit(work))
+            return Pending(self._thread.submit(work), thread=self._ident)
         except RuntimeError:
             hint = "call it before close(), within setup_infra's `with`; what was saved can be loaded into another one"
             raise TrainingError("the trainer is closed", hint=hint) from None
@@ -170,13 +173,11 @@ class ReferenceClient:
     """Forward only: log-probabilities under the model without its adapter. It has no `optim_step`."""
 
     def __init__(self, learner: Learner, *, service: TrainingService, temperature: float):
-        self.service, self._learner, self._temperature = service, learner, temperature
+        self.service, self._learner, self.temperature = service, learner, temperature
 
     def forward(self, data: Sequence[Datum], loss_fn: str = CROSS_ENTROPY) -> Pending[ForwardBackwardOutput]:
         """See `TrainingClient.forward`, under the reference."""
-        return self.service.submit(
-            _forward(self._learner, data, loss_fn, temperature=self._temperature, reference=True)
-        )
+        return self.service.submit(_forward(self._learner, data, loss_fn, temperature=self.temperature, reference=True))
 
 
 class TrainingClient:
@@ -224,7 +225,8 @@ class TrainingClient:
         check_adds_up(spec)
         samples = [datum.sample(weights) for datum in data]
         _check_readable(data, samples, self.learner.base)
-        return self.service.submit(lambda: self._accumulate(data, samples, spec))
+        kept = list(data)  # what the caller's list is later is another matter
+        return self.service.submit(lambda: self._accumulate(kept, samples, spec))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> Pending[ForwardBackwardOutput]:
         """Accumulate the gradient of `loss_fn(data, logprobs) -> (scalar, metrics)`, any differentiable function of the
@@ -234,8 +236,8 @@ class TrainingClient:
         """
         if not callable(loss_fn):
             raise ConfigError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (data, logprobs)")
-        samples = _whole(self.learner, data)
-        return self.service.submit(lambda: self._accumulate_custom(data, samples, loss_fn))
+        samples, kept = _whole(self.learner, data), list(data)
+        return self.service.submit(lambda: self._accumulate_custom(kept, samples, loss_fn))
 
     def optim_step(
         self, adam_params: AdamParams, *, grad_accumulation_normalization: Normalization | None = None
@@ -260,7 +262,8 @@ class TrainingClient:
         Raises StorageError, or TrainingError while a gradient is accumulated, which a state does not hold.
         """
         _check_kind("path", path, str | os.PathLike, "give the name of a directory")
-        return self.service.submit(lambda: self.save_now(Path(path), dict(extra or {})))
+        kept = copied(extra)
+        return self.service.submit(lambda: self.save_now(Path(path), kept))
 
     def load_state(self, path: str | Path) -> Pending[dict[str, Any]]:
         """Return the inverse of `save_state` -> `extra`; what was accumulated is forgotten. Raises as `state.load`."""

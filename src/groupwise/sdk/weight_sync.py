@@ -12,13 +12,14 @@ optimizer step that was called before.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, StorageError
 from groupwise.run.policy import Policy
 from groupwise.sdk import state
 from groupwise.sdk.config import WeightSyncConfig
@@ -85,11 +86,16 @@ class WeightSyncer:
 
     def after_step(self, step: int, *, extra: Mapping[str, Any] | None = None) -> Pending[Synced]:
         """Sync and save as the intervals say after optimizer step `step` (counted from 1); `extra` as in `save`."""
-        return self.policy.service.submit(lambda: self._after_step(step, dict(extra or {})))
+        _check_step(step)
+        kept = state.copied(extra)
+        return self.policy.service.submit(lambda: self._after_step(step, kept))
 
     def save(self, step: int, *, extra: Mapping[str, Any] | None = None) -> Pending[Path]:
-        """Save a state after `step`; `extra` (JSON) is returned by `resume`."""
-        return self.policy.service.submit(lambda: self._save(step, dict(extra or {})))
+        """Save a state after `step`; `extra` (JSON) is returned by `resume`. Raises ConfigError, at once, for a step or
+        an extra that cannot be kept."""
+        _check_step(step)
+        kept = state.copied(extra)
+        return self.policy.service.submit(lambda: self._save(step, kept))
 
     def resume(self) -> Resumed | None:
         """Restore trainer, optimizer and sampling version from the newest state. Returns None if there is
@@ -135,7 +141,8 @@ class WeightSyncer:
 
     def _save(self, step: int, extra: dict[str, Any]) -> Path:
         directory = self.states / f"step-{step:06d}"
-        facts = {"step": step, "serving": str(self._serving), "loop": extra}
+        turns = [turn for turn, _ in map(_order, self._states()) if turn < math.inf]
+        facts = {"step": step, "turn": max(turns, default=0) + 1, "serving": str(self._serving), "loop": extra}
         if self._versions is not None:
             facts["published"] = [str(self._versions.newest), self._versions.step]
         self.policy.save_now(directory, facts)
@@ -146,10 +153,13 @@ class WeightSyncer:
         return directory
 
     def _saved(self) -> list[Path]:
-        """Return the states, oldest first."""
+        """Return the states in the order in which they were saved: a loop that began again, or went back, saves under
+        lower steps than there are."""
+        return sorted(self._states(), key=_order)
+
+    def _states(self) -> list[Path]:
         there = {*self.states.glob("step-*"), *files.set_aside(self.states, "step-*")}
-        found = [path for path in there if _STEP.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        return [path for path in there if _STEP.fullmatch(path.name)]
 
     def _resume(self) -> Resumed | None:
         if not (saved := self._saved()):
@@ -176,3 +186,20 @@ class WeightSyncer:
         self._versions.resume(newest=newest, sampling=serving, step=step)
         self._versions.protected = {newest, serving}
         deployment.serve(serving)
+
+
+def _check_step(step: object) -> None:
+    if type(step) is not int or step < 0:
+        raise ConfigError(
+            f"step is {step!r}; it must be a whole number, 0 or more", hint="count optimizer steps from 1"
+        )
+
+
+def _order(saved: Path) -> tuple[float, int]:
+    """Return the turn in which a state was saved, and its step. One that is damaged comes last, so that who resumes
+    hears of it; one from before turns were kept comes first."""
+    try:
+        turn = state.extra_of(saved).get("turn", 0)
+    except StorageError:
+        turn = math.inf
+    return turn, int(saved.name.removeprefix("step-"))

@@ -18,7 +18,7 @@ import json
 import math
 import re
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
@@ -212,6 +212,8 @@ def run_config(config: Config, *, reward_fn: Callable[[str, dict[str, Any]], flo
     _refuse(config)
     rows_a_step, dataset = config.prompt_groups_per_step, local_dataset(config.dataset, Path(config.log_path))
     total = sum(1 for _ in rows(dataset=str(dataset), max_rows=config.max_rows)) * config.epochs
+    if not total:
+        raise DataError(f"dataset {config.dataset!r} has no rows", hint="write a JSON object with messages a line")
     reward: dict[str, Any] = {"function": f"{__name__}:ground_truth"}
     scoring = {}
     if reward_fn is not None:
@@ -306,6 +308,12 @@ def _refuse(config: Config) -> None:
         if getattr(config, name) != defaults[name]:
             raise ConfigError(f"{name}={getattr(config, name)!r} is not here: {why}")
     require_tokenizer(config.deployment.tokenizer_model)
+    for name in ("max_rows", "epochs", "prompt_groups_per_step"):
+        count = getattr(config, name)
+        if (type(count) is not int or count < 1) and not (name == "max_rows" and count is None):
+            raise ConfigError(f"{name}={count!r} is not valid; it must be a whole number, 1 or more")
+    if not 0 <= config.kl_beta < math.inf:
+        raise ConfigError(f"kl_beta={config.kl_beta!r} is not valid; it must be 0, without a KL, or more")
     if config.policy_loss not in LOSSES:
         raise ConfigError(f"policy_loss={config.policy_loss!r} does not exist; valid: {', '.join(LOSSES)}")
     if config.grad_accumulation_normalization not in REDUCTIONS:
@@ -391,6 +399,8 @@ def rows(*, dataset: str, max_rows: int | None = None) -> Iterator[dict[str, Any
         try:
             row = json.loads(line)
             messages = list(row.pop("messages"))
+            if not all(isinstance(message, Mapping) for message in messages):
+                raise TypeError("messages is a list of objects, each with role and content")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             what = f"{path.name}:{number}: not a JSON object with messages ({type(error).__name__}: {error})"
             raise DataError(what) from None
