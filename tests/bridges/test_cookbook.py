@@ -201,6 +201,9 @@ def test_rows_lose_their_answers(dataset):
         list(cookbook.rows(dataset="nowhere.jsonl"))
     dataset.write_text("\n" + dataset.read_text().replace("\n", "\n\n"))
     assert len(list(cookbook.rows(dataset=str(dataset), max_rows=3))) == 3  # empty lines are none
+    separated = {"messages": [{"role": "user", "content": "2 +\u2028 2?"}]}
+    dataset.write_text(json.dumps(separated, ensure_ascii=False), encoding="utf-8")
+    assert list(cookbook.rows(dataset=str(dataset))) == [{"prompt": separated["messages"]}]
     dataset.write_text('{"prompt": 1}\n')
     with raises(DataError):
         list(cookbook.rows(dataset=str(dataset)))

@@ -70,6 +70,29 @@ def test_everything_that_is_written_is_masked_and_counted_once(tmp_path: Path):
     assert {rule.name for rule in PERSONAL} | {rule.name for rule in SECRETS} < set(counts)
 
 
+def test_names_within_arguments_are_masked_too(tmp_path: Path):
+    arguments = {"to": {"bob@example.com": "Hi"}, "amy@example.com": 1}
+    call = {"id": "c", "type": "function", "function": {"name": "send", "arguments": json.dumps(arguments)}}
+    said = [
+        {"role": "user", "content": "Send it."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sent", "tool_call_id": "c"},
+    ]
+    write(imported(tmp_path, row("a", said, "Done."), heldout=0.0), tmp_path / "to")
+    (only,) = written(tmp_path / "to", "train")
+    masked = json.loads(only["prompt"][1]["tool_calls"][0]["function"]["arguments"])
+    assert masked == {"to": {"[email]": "Hi"}, "[email]": 1}
+
+
+def test_what_ends_a_line_elsewhere_ends_no_row(tmp_path: Path):
+    """JSON may hold U+2028 and U+0085 as they are, and `str.splitlines` cuts at them."""
+    said = "one\u2028two\x85three"
+    rows = [row("a", "Say one.", said, thumb="up"), row("b", "Say something else.", said, thumb="down")]
+    write(imported(tmp_path, *rows, heldout=0.0), tmp_path / "to")
+    found = [each.answers[0] for each in read_scored(tmp_path / "to")]
+    assert [(each.text, each.good) for each in found] == [(said, True), (said, False)]
+
+
 def noisy_log(seed: int) -> list[dict[str, Any]]:
     """Users with conversations of several turns, who ask things that others ask, too, or nearly; ids are missing."""
     draws = random.Random(seed)
@@ -222,6 +245,15 @@ def test_outcomes_of_a_file_are_joined_and_those_of_nothing_counted(tmp_path: Pa
         "no_scale": {"stars": [5.0, 5.0]},
     }
     assert len(result.report["says"]["lacks"]) >= 2
+
+
+def test_a_correction_that_is_a_number_is_one(tmp_path: Path):
+    """A table types its columns: where all corrections are numbers, they are no texts."""
+    said = tmp_path / "said.csv"
+    said.write_text("id,thumb,edited\na,down,185\nb,down,0\n")
+    result = imported(tmp_path, row("a", "A?", "x"), row("b", "B?", "y"), outcomes=said, heldout=0.0)
+    edited = [text for case in result.train for each in case.answers.values() for text in each.edited]
+    assert (edited, result.report["outcomes"]["edited"]) == (["185", "0"], 2)
 
 
 def test_a_log_of_one_user_has_nothing_to_hold_out(tmp_path: Path):

@@ -112,15 +112,13 @@ def sample(
 
 
 def _prompts(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
-        if line.strip():
-            row = _parse(line, where=f"{path}:{number}")
-            prompt = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
-            if not isinstance(prompt, str | list):
-                raise DataError(
-                    f"{path}:{number} has no prompt", hint='write {"prompt": "..."} or {"messages": [...]} a line'
-                )
-            yield prompt
+    for number, line in _lines(_text(path)):
+        row = _parse(line, where=f"{path}:{number}")
+        prompt = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
+        if not isinstance(prompt, str | list):
+            hint = 'write {"prompt": "..."} or {"messages": [...]} a line'
+            raise DataError(f"{path}:{number} has no prompt", hint=hint)
+        yield prompt
 
 
 # ---- training ----
@@ -261,8 +259,7 @@ def _rows(path: Path, what: str) -> tuple[list[Any], Mapping[str, Any]]:
     try:
         whole = json.loads(text)
     except ValueError:
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-        return [_parse(line, where=f"{path}:{number}") for number, line in lines], {}
+        return [_parse(line, where=f"{path}:{number}") for number, line in _lines(text)], {}
     if isinstance(whole, list):
         return whole, {}
     if isinstance(whole, Mapping) and what in whole:
@@ -274,6 +271,12 @@ def _rows(path: Path, what: str) -> tuple[list[Any], Mapping[str, Any]]:
     if isinstance(whole, Mapping) and "messages" in whole:  # a single line of JSONL
         return [whole], {}
     raise DataError(f"{path} has no {what}", hint=f'write {{"{what}": [...], "config": {{...}}}}, or JSONL')
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """Return the lines of JSONL that are not blank, with their numbers. A text in JSON may have U+2028 in it, at which
+    `str.splitlines` would cut."""
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def _text(path: Path) -> str:

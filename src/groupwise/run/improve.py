@@ -319,8 +319,7 @@ class _Work:
             drawn = random.SystemRandom().sample(having, min(FRESH, len(having)))
             rows = to_verify([taught[key] for key in drawn if key not in self.said["learned"]])
             path = self.to / "verify.jsonl"
-            before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-            lines = [*before, *(json.dumps(row, ensure_ascii=False) for row in rows)]
+            lines = [*_lines(path), *(json.dumps(row, ensure_ascii=False) for row in rows)]
             self.put("verify.jsonl", "".join(f"{each}\n" for each in lines))
             self.said["again"][phrase] = drawn
             self.said["to_verify"] += len(rows)
@@ -365,7 +364,14 @@ def _read(path: Path) -> Any:
 
 
 def _rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file that are not blank; none without a file. A text in JSON may have U+2028 or U+0085 in
+    it, at which `str.splitlines` would cut."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:

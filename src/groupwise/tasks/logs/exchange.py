@@ -165,6 +165,11 @@ def parsed(value: Any) -> Any:
     return value
 
 
+def worded(value: Any) -> Any:
+    """Return a number as its text, since an answer that is one is a number in a table; anything else unchanged."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 def well_formed(text: str) -> str:
     """Return text that UTF-8 has: half of a character, where something was cut off, is a replacement character.
 
@@ -210,7 +215,8 @@ def value_of(name: str, value: Any) -> float | None:
 def outcomes_of(id: str, named: Iterable[tuple[str, Any]]) -> Iterator[Outcome]:
     """Yield an outcome for each name whose value says something; `edited` and `correction` are texts."""
     for name, value in named:
-        if name in ("edited", "correction", "edited_answer") and isinstance(value, str) and value.strip():
-            yield Outcome(id=id, name="edited", edited=value)
+        text = worded(value)
+        if name in ("edited", "correction", "edited_answer") and isinstance(text, str) and text.strip():
+            yield Outcome(id=id, name="edited", edited=text)
         elif name not in ("edited", "correction", "edited_answer") and (number := value_of(name, value)) is not None:
             yield Outcome(id=id, name=name, value=number)

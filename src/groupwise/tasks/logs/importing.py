@@ -206,7 +206,7 @@ class _Masked:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
-            return {key: self._value(each) for key, each in value.items()}
+            return {self._text(key) if isinstance(key, str) else key: self._value(each) for key, each in value.items()}
         return [self._value(each) for each in value] if isinstance(value, list | tuple) else self._masking.value(value)
 
     def _text(self, text: str) -> str:

@@ -56,8 +56,10 @@ def read_scored(folder: Path) -> list[ScoredPrompt]:
     found: dict[str, ScoredPrompt] = {}
     for name in FILES:
         path = folder / name
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for number, line in enumerate(lines, start=1):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        for number, line in enumerate(text.split("\n"), start=1):  # `splitlines` cuts at U+2028, too, which JSON holds
+            if not line:
+                continue
             try:
                 row = json.loads(line)
                 score, key = float(row["score"]), _digest(row["prompt"], row.get("tools"))

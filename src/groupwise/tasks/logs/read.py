@@ -8,8 +8,10 @@ that files of several systems may be given together. What cannot be used is kept
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,9 +66,11 @@ def read_logs(sources: Sequence[Path]) -> Logs:
     """
     logs, formats = Logs(), [make() for make in FORMATS]
     keys: list[str] = []
-    for path in [file for source in sources for file in _files(source)]:
+    files = [file for source in sources for file in _files(source)]
+    names = Counter(path.name for path in files)
+    for path in files:
         logs.files += 1
-        for place, row in _rows(path):
+        for place, row in _rows(path, path.name if names[path.name] == 1 else str(path)):
             logs.rows += 1
             if isinstance(row, DataError):
                 logs.bad.append(Bad(place, row.message))
@@ -126,29 +130,27 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place; for a line that is not JSON, the error."""
+def _rows(path: Path, label: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row with its place, which no other row has: an answer without an id is known by it. The file is called
+    `label` there. For a line that is not JSON, yield the error."""
     try:
         if _suffix(path) in (".csv", ".parquet"):
-            rows = csv_rows(path) if path.suffix == ".csv" else parquet_rows(path)
-            yield from ((f"{path.name}:{number}", row) for number, row in enumerate(rows, start=1))
+            yield from ((f"{label}:{number}", row) for number, row in enumerate(_table(path), start=1))
             return
         if _suffix(path) == ".json":
             try:
                 value = json.loads(_bytes(path))
             except (ValueError, RecursionError):
-                yield from _lines(path)
+                yield from _lines(path, label)
                 return
             rows = _listed(value)
-            yield from (
-                (f"{path.name}:{number}" if len(rows) > 1 else path.name, row) for number, row in enumerate(rows)
-            )
+            yield from ((f"{label}:{number}" if len(rows) > 1 else label, row) for number, row in enumerate(rows))
             return
-        yield from _lines(path)
+        yield from _lines(path, label)
     except PermissionError as error:
         hint = f"let user {os.geteuid()} read it (`ls -l {path}`)"
         raise DataError(f"cannot read {path}: {error.strerror}", hint=hint, field="SOURCE") from None
-    except (OSError, EOFError, ArithmeticError) as error:
+    except (OSError, EOFError, ArithmeticError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}", field="SOURCE") from error
 
 
@@ -156,18 +158,32 @@ def _bytes(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _table(path: Path) -> Iterator[Any]:
+    """Yield the rows of a table. Raises DataError for a file that holds none."""
+    import pyarrow
+
+    try:
+        if _suffix(path) == ".csv":
+            yield from csv_rows(path)  # which pyarrow decompresses by its name
+        else:
+            yield from parquet_rows(path if path.suffix == ".parquet" else io.BytesIO(_bytes(path)))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"cannot read {path}: {error}", field="SOURCE") from error
+
+
+def _lines(path: Path, label: str) -> Iterator[tuple[str, Any]]:
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path.name}:{number}"
+            place = f"{label}:{number}"
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 yield place, DataError(f"the line is not JSON: {error}")
                 continue
-            yield from ((place, row) for row in _listed(value))
+            rows = _listed(value)
+            yield from ((f"{place}.{at}" if len(rows) > 1 else place, row) for at, row in enumerate(rows, start=1))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -108,7 +108,7 @@ def _said(row: Mapping[str, Any]) -> Any:
             return _body(value)
         if _is_stream(value):
             raise DataError("the answer is a stream of events; log the message that the events make up")
-        if value:
+        if value not in (None, "", [], {}):
             return value
     if row.get("choices"):
         return row
