@@ -535,8 +535,9 @@ def _without_formats(schema: Schema) -> Schema:
     while pending:
         each = pending.pop()
         each.pop("x-guidance", None)
-        if "format" in each and each["format"] not in FORMATS:
-            del each["format"]
+        kind = each.get("format")
+        if kind is None or (isinstance(kind, str) and kind not in FORMATS):  # the library refuses what is no text
+            each.pop("format", None)
         pending += [below for _, below in _subschemas(each)]
     return schema
 
