@@ -256,6 +256,22 @@ def test_a_correction_that_is_a_number_is_one(tmp_path: Path):
     assert (edited, result.report["outcomes"]["edited"]) == (["185", "0"], 2)
 
 
+def test_of_a_prompt_with_many_answers_the_best_and_the_worst_are_compared(tmp_path: Path):
+    """All pairs of a thousand answers to "hello" would be half a million, and looked for in one another."""
+    rows = [
+        row(f"r{n}", "hello", f"answer {n}", score=n / 1000, ended="length" if n == 999 else "stop")
+        for n in range(1000)
+    ]
+    write(imported(tmp_path, *rows, heldout=0.0), tmp_path / "to")
+    pairs = [
+        [each[side][0]["content"] for side in ("chosen", "rejected")]
+        for each in written(tmp_path / "to", "train_pairs")
+    ]
+    chosen, rejected = ({int(text.split()[1]) for text in texts} for texts in zip(*pairs, strict=True))
+    assert chosen | rejected == {*range(8), *range(991, 999)}  # and not 999, which was cut off
+    assert len(pairs) == 16 * 15 / 2
+
+
 def test_a_log_of_one_user_has_nothing_to_hold_out(tmp_path: Path):
     result = imported(tmp_path, *(row(f"r{n}", f"question {n}?", "yes", user="ann") for n in range(10)))
     assert (len(result.train), len(result.heldout)) == (10, 0)
