@@ -35,7 +35,7 @@ HELD = ("messages", "message", "input", "prompt")  # where an object has the con
 
 def conversation(value: Any) -> tuple[Message, ...]:
     """Return a conversation: a text is a message of the user. Raises DataError."""
-    value = worded(parsed(value))
+    value = parsed(value)
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if isinstance(value, Mapping) and not {"role", "type", "lc", "from"} & value.keys():
