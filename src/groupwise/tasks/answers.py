@@ -102,9 +102,7 @@ def answer_turns(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Tu
             text = text.removeprefix(format_of(tokenizer).thought.start).removeprefix("\n")
         return (Turn(prompt.token_ids, _answered(encode_completion(prompt, text, tokenizer), tokenizer)),)
     if prompt.messages is None:
-        message = (
-            f"{prompt.id}: the answer has several messages, or calls of tools, and the prompt no messages before them"
-        )
+        message = f"{prompt.id}: the answer has several messages, or calls of tools, and the prompt has no messages"
         raise ChatError(message, hint="give the prompt as messages, or an answer that is one text")
     whole = encode_supervised([*prompt.messages, *prompt.answer], tokenizer, tools=prompt.tools or None)
     before, turns = whole.prompt_ids, list[Turn]()
