@@ -446,6 +446,19 @@ def test_tables_are_read_gzipped_or_not_and_a_broken_one_is_an_error(tmp_path: P
             read_logs([path])
 
 
+@pytest.mark.parametrize("name", ["spans.json", "spans.jsonl", "spans.jsonl.gz"])
+def test_values_that_are_spread_over_lines_are_read_one_after_another(tmp_path: Path, name: str):
+    """As OpenTelemetry's SDK prints spans to the console, and as people pretty-print."""
+    row = {"request": {"messages": ASKED}, "response": CHAT}
+    text = "\n".join(json.dumps(each, indent=4) for each in (row, [row, row])) + "\n"
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    logs = read_logs([tmp_path / name])
+    assert [each.place for each in logs.exchanges] == [f"{name}:{n}" for n in (1, 2, 3)] and not logs.bad
+    (tmp_path / "torn.json").write_text(text[:-9])  # the second value is not whole
+    torn = read_logs([tmp_path / "torn.json"])
+    assert (len(torn.exchanges), [each.place for each in torn.bad]) == (1, ["torn.json:2"])
+
+
 def test_a_bad_line_is_counted_with_its_place(tmp_path: Path):
     path = tmp_path / "log.jsonl"
     good = json.dumps({"request": {"messages": ASKED}, "response": CHAT})

@@ -1,8 +1,9 @@
 """Files and folders of logs, row by row, each read by the format that knows it.
 
-A file may be JSON lines, JSON (a list, an object with a list under `data`, or one object), CSV or Parquet, and gzipped;
-of a folder all such files are read, and of the directory of a run its rollouts. Formats are told apart by each row, so
-that files of several systems may be given together. What cannot be used is kept with its place and the reason.
+A file may be JSON lines, JSON (a list, an object with a list under `data`, or objects one behind the other), CSV or
+Parquet, and gzipped; of a folder all such files are read, and of the directory of a run its rollouts. Formats are told
+apart by each row, so that files of several systems may be given together. What cannot be used is kept with its place
+and the reason.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from groupwise.errors import DataError
 from groupwise.tasks.logs.exchange import Bad, Belongs, Exchange, LogFormat, Outcome, Read, attempted
@@ -30,6 +32,7 @@ from groupwise.tasks.tables import csv_rows, parquet_rows
 FORMATS: tuple[type[LogFormat], ...] = (OwnRollouts, Spans, LangSmith, Langfuse, RequestLogs)
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 LISTS = ("data", "feedback", "runs", "traces", "observations")  # where an object that is no row has its rows
+_DECODER, _SIGN = json.JSONDecoder(), re.compile(r"\S")
 UNKNOWN = "the row is in none of the formats that are read"
 
 
@@ -171,8 +174,33 @@ def _table(path: Path) -> Iterator[Any]:
         raise DataError(f"cannot read {path}: {error}", field="SOURCE") from error
 
 
+def _spread(path: Path) -> list[Any] | None:
+    """Return the values of a file in which each is spread over lines, as OpenTelemetry's SDK prints spans, and an error
+    where it does not go on so; None for any other file."""
+    with _open(path) as file:
+        first = next((line for line in file if line.strip()), b"").strip()
+    if first not in (b"{", b"["):
+        return None
+    values, position, text = list[Any](), 0, _bytes(path).decode(errors="replace")
+    try:
+        while (begin := _SIGN.search(text, position)) is not None:
+            value, position = _DECODER.raw_decode(text, begin.start())
+            values.append(value)
+    except (ValueError, RecursionError) as error:
+        values += [DataError(f"what follows is not JSON: {error}")] if values else []
+    return values or None
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
+
+
 def _lines(path: Path, label: str) -> Iterator[tuple[str, Any]]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+    if (values := _spread(path)) is not None:
+        rows = [row for value in values for row in _listed(value)]
+        yield from ((f"{label}:{number}", row) for number, row in enumerate(rows, start=1))
+        return
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
