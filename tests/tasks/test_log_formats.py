@@ -520,7 +520,15 @@ def test_times_and_values_of_any_spelling():
         7,
         None,
     ]
+    huge = 10**400
+    assert seconds(huge) is seconds(str(huge)) is value_of("score", huge) is value_of("score", str(huge)) is None
     assert value_of("retried", True) == 0 and value_of("retried", "no") == 1 and value_of("score", float("nan")) is None
+
+
+def test_a_number_without_bounds_is_one_bad_row(tmp_path: Path):
+    told = [{"key": "gen_ai.usage.input_tokens", "value": {"intValue": float("inf")}}]
+    logs = read(tmp_path, traces({"spanId": "a", "attributes": told}), {"messages": ASKED, "response": "4"})
+    assert (len(logs.exchanges), [each.place for each in logs.bad]) == (1, ["log.jsonl:1"])
 
 
 def test_the_rows_of_the_page_are_read_as_it_says(tmp_path: Path):

@@ -96,6 +96,7 @@ FAULTS = (
     ValueError,
     AttributeError,
     RecursionError,
+    ArithmeticError,
 )  # of a row that looks like another
 
 
@@ -193,9 +194,19 @@ def seconds(value: Any) -> float | None:
             return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
-    number = float(value)
+    if (number := _finite(value)) is None:
+        return None
     number /= next((unit for least, unit in EPOCHS if number >= least), 1.0)
     return number if 0 <= number < LATEST else None
+
+
+def _finite(value: str | float) -> float | None:
+    """Return what a number or its digits are as a float; None for one without bounds, or of hundreds of digits."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def value_of(name: str, value: Any) -> float | None:
@@ -206,9 +217,9 @@ def value_of(name: str, value: Any) -> float | None:
     """
     if isinstance(value, str):
         word = value.strip().lower()
-        number = WORDS[word] if word in WORDS else float(word) if re.fullmatch(r"-?\d+(\.\d+)?", word) else None
+        number = WORDS[word] if word in WORDS else _finite(word) if re.fullmatch(r"-?\d+(\.\d+)?", word) else None
     else:
-        number = float(value) if isinstance(value, bool | int | float) and math.isfinite(value) else None
+        number = _finite(value) if isinstance(value, bool | int | float) else None
     return 1 - number if number in (0, 1) and name.lower() in BAD else number
 
 
