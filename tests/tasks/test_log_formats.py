@@ -54,7 +54,7 @@ def test_a_request_and_its_response(tmp_path: Path):
     assert [dict(each) for each in got.messages] == ASKED and got.answer == {"role": "assistant", "content": "4"}
     assert (got.ids, got.user, got.conversation) == (("chatcmpl-1", "req-9"), "ann", "t1")
     assert (got.time, got.model, got.cut) == (MAY, "gpt-x-2026", False)
-    assert logs.outcomes == [Outcome(id="chatcmpl-1", name="thumb", value=0.0)]
+    assert logs.outcomes == [Outcome(id="log.jsonl:1", name="thumb", value=0.0)]  # its own, whatever ids repeat
 
 
 def test_bodies_may_be_texts_under_other_names(tmp_path: Path):
@@ -408,8 +408,10 @@ def test_files_of_all_kinds_are_read_and_those_of_several_systems_together(tmp_p
     assert sum(logs.formats.values()) == 5 and len(logs.formats) == 2
 
 
-def test_rows_without_ids_keep_their_own_outcomes_where_files_have_one_name(tmp_path: Path):
-    """As those of two days do, and the rollouts of two runs; and rows in one line, as the pages of an API are."""
+@pytest.mark.parametrize("ids", [{}, {"id": 1}])
+def test_rows_keep_their_own_outcomes_where_files_have_one_name(tmp_path: Path, ids: dict[str, int]):
+    """As those of two days do, and the rollouts of two runs, without ids or counted anew in each; and rows in one line,
+    as the pages of an API are."""
     days = {"may-1": ("4", "up"), "may-2": ("5", "down")}
     for day, (said, thumb) in days.items():
         (tmp_path / day).mkdir()

@@ -170,6 +170,8 @@ def test_answers_logged_twice_count_once_and_alike_prompts_are_one(tmp_path: Pat
     assert case.id == "b" and [each.id for each in case.near] == ["a"] and case.asked == 2
     assert (result.report["read"]["logged_twice"], result.report["prompts"]["near_duplicates"]) == (1, 1)
     assert len(imported(tmp_path, *rows, heldout=0.0, alike=1.0).train) == 2
+    twice = [row("a", text, "Sorry."), row("a", text, "Sorry.", thumb="down")]  # logged again when it was known
+    assert imported(tmp_path, *twice, heldout=0.0).train[0].scores == [0.0]
 
 
 @pytest.fixture

@@ -37,8 +37,9 @@ EPOCHS = (1e17, 1e9), (1e14, 1e6), (1e11, 1e3)  # a time from here on is in nano
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """A score or a correction of an answer. `id` is that of the answer, of its request, trace or conversation; of the
-    last two, their last answer is meant. `value` is a score as the log has it (see `outcomes.scaled`), `edited` the
-    text that should have been said, `rating` the id of the outcome itself: outcomes with the same one are the same."""
+    last two, their last answer is meant. Where it stands in the row of its answer, `id` is the place, as ids may be
+    those of other answers, too. `value` is a score as the log has it (see `outcomes.scaled`), `edited` the text that
+    should have been said, `rating` the id of the outcome itself: outcomes with the same one are the same."""
 
     id: str
     name: str

@@ -164,7 +164,7 @@ def _exchange(row: Mapping[str, Any], asked: Mapping[str, Any], said: Any, place
         after=text_at(asked, "previous_response_id"),
     )
     for each in (row, metadata):
-        yield from outcomes_of(ids[0], ((name, each[name]) for name in OUTCOMES if name in each))
+        yield from outcomes_of(place, ((name, each[name]) for name in OUTCOMES if name in each))  # ids may repeat
 
 
 def _conversation(asked: Mapping[str, Any]) -> tuple[Message, ...]:
