@@ -175,7 +175,8 @@ class LiveEngine(Sampler, Scores, Protocol):
         ...
 
     def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[Any]:
-        """Compile a grammar before requests name it: in a process that can be killed, and then in a thread.
+        """Compile a grammar before requests name it: in a process that can be killed, and then in a thread. Hold the
+        future until they are submitted: then none of them waits for it.
 
         The future, which is not to be cancelled, raises GrammarError where the engine cannot keep to the grammar, and
         OverloadedError where grammars of this `sender` that were refused have taken too long lately.

@@ -205,13 +205,6 @@ def test_what_changes_nothing_is_said_in_a_line_when_it_is_set(name, dataset, tm
     assert IDLE[name] in said
 
 
-def test_a_separator_of_lines_ends_no_row(tmp_path: Path):
-    row = {"messages": [{"role": "user", "content": "2 +\u20282?"}], "ground_truth": "4"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    (found,) = cookbook.rows(dataset=str(tmp_path / "rows.jsonl"))
-    assert found == {"prompt": row["messages"], "ground_truth": "4"}
-
-
 def test_rows_lose_their_answers(dataset):
     rows = list(cookbook.rows(dataset=str(dataset), max_rows=3))
     assert len(rows) == 3

@@ -120,8 +120,9 @@ def test_verified_prompts_are_not_trained_on_and_are_compared_by_a_rule(tmp_path
 
 
 def test_a_phrase_that_wrong_answers_perhaps_have_in_common_is_asked_about_again(tmp_path: Path) -> None:
-    """Ten of eighty prompts have it, and wrong answers, as have two others; of the ten two are verified at first."""
-    said = [f"What is {n} plus {3 * n}{', as the manager said' * (n % 8 == 4)}?" for n in range(80)]
+    """Ten of eighty prompts have it, and wrong answers, as have two others; of the ten two are verified at first. Each
+    prompt ends with a line separator (U+2028), which ends no row."""
+    said = [f"What is {n} plus {3 * n}{', as the manager said' * (n % 8 == 4)}?\u2028" for n in range(80)]
     write_log(tmp_path, requests=80, wrong=lambda n: n % 8 == 4 or n in (31, 41), asked=said.__getitem__)
     told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", *QUICK, FEW, "--json")
     assert told.exit_code == 0, told.output
@@ -133,8 +134,9 @@ def test_a_phrase_that_wrong_answers_perhaps_have_in_common_is_asked_about_again
 
     found = json.loads(cli("improve", "--to", "to", "--truth", "mine.jsonl", "--json").stdout)
     assert (found["audit"]["alike"], found["audit"]["perhaps"]) == (None, ["the manager said"])
-    assert path.read_text().startswith(before) and found["verify"]["rows"] == len(path.read_text().splitlines())
-    written = [str(json.loads(line)["prompt"][-1]["content"]) for line in path.read_text().splitlines()]
+    lines = path.read_text().removesuffix("\n").split("\n")
+    assert path.read_text().startswith(before) and found["verify"]["rows"] == len(lines)
+    written = [str(json.loads(line)["prompt"][-1]["content"]) for line in lines]
     more = [text for text in written if "manager" in text and f'"{text}"' in rows and text not in kept]
     assert len(more) >= 2 and len(set(written)) == len(written)
 

@@ -203,6 +203,7 @@ def test_thoughts_are_free_and_the_answer_is_not(engine: LocalEngine, thoughts: 
         (Grammar.of_json({"oneOf": [{"type": "integer"}, {"minimum": 3}]}), "grammar"),
         (Grammar.of_json({"type": "object", "properties": {f"p{i}": {} for i in range(900)}}), "grammar"),
         (Grammar.of_json({"$ref": "https://example.com/x"}), "grammar"),
+        (Grammar.of_json({"format": {"type": "string"}}), "grammar"),  # of which `properties` was forgotten
         (Grammar.of_json({"enum": ["x" * 70_000]}), "grammar"),
         (Grammar(GrammarKind.JSON_SCHEMA, "[1]"), "grammar"),
         (Grammar(GrammarKind.JSON_SCHEMA, "[" * 5000), "grammar"),

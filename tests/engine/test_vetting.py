@@ -116,6 +116,17 @@ def test_a_grammar_is_vetted_once_whatever_errors_call_it(make_compiler, monkeyp
     assert len(vetted) == 3
 
 
+def test_what_is_held_is_there_whatever_is_asked_for_meanwhile(make_compiler, monkeypatch) -> None:
+    """Otherwise what submits the request would compile it again and wait, as the event loop of a server."""
+    compiler, wanted = make_compiler(), Grammar.choice(["a"])
+    monkeypatch.setattr(grammars, "MOST_COMPILED", 1)
+    held = compiler.prepare(wanted)
+    for source in "bc":
+        compiler.prepare(Grammar.choice([source])).result(timeout=60)
+    assert [each.source for each in compiler._compiled] == ['["c"]']
+    assert compiler.prepare(wanted) is held
+
+
 def test_what_is_kept_is_bounded_by_its_memory(make_compiler, monkeypatch) -> None:
     compiler = make_compiler()
     monkeypatch.setattr(Vetting, "vet", lambda *_: 40)

@@ -207,6 +207,7 @@ REFUSED = {
     ),
     "mcp": ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers"),
     "slip": ({"extra_body": {"stop_sequence": ["x"]}}, "stop_sequence"),
+    "another name": ({"extra_body": {"stop": ["x"]}}, "stop"),
     "no messages": ({"messages": []}, "messages"),
     "stop": ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
     "a call of the user's": (

@@ -116,6 +116,14 @@ def test_a_conversation_goes_on_from_items_or_from_what_was_stored(client: OpenA
     assert without.usage.input_tokens < stored.usage.input_tokens, "instructions are not taken over"
 
 
+def test_a_developers_message_joins_the_instructions(client: OpenAI) -> None:
+    """The starter's chat template, like many, has one system message."""
+    asked = [{"role": "developer", "content": "Be exact."}, {"role": "user", "content": ADD}]
+    both = client.responses.create(instructions="Be brief.", input=asked, **GREEDY)
+    one = client.responses.create(instructions="Be brief.\nBe exact.", input=ADD, **GREEDY)
+    assert output(both) == output(one) and both.usage.input_tokens == one.usage.input_tokens
+
+
 def test_what_is_stored_can_be_read_and_deleted(client: OpenAI) -> None:
     kept = client.responses.create(input=ADD, metadata={"who": "me"}, **GREEDY)
     assert client.responses.retrieve(kept.id).model_dump() == kept.model_dump() and kept.metadata == {"who": "me"}
@@ -175,6 +183,8 @@ REFUSED = {
     "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
     "nothing": ({"input": []}, "input"),
     "slip": ({"extra_body": {"instruction": "x"}}, "instruction"),
+    "another name": ({"extra_body": {"max_tokens": 5}}, "max_tokens"),
+    "stop": ({"extra_body": {"stop": ["x"]}}, "stop"),
     "schema": (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"properties": {"x": {"type": "int"}}}}}},
         "text.format.schema.properties.x",

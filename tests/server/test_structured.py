@@ -60,6 +60,17 @@ def ask(client: OpenAI, *, extra: dict[str, Any] = PLAIN, **options: Any) -> Any
     return client.chat.completions.create(model="starter", messages=HI, extra_body=extra, **options)
 
 
+def test_a_request_does_not_wait_for_its_grammar_twice(client: OpenAI, monkeypatch) -> None:
+    """Where so many others are asked for that it is not kept: it would be compiled again in the event loop's time."""
+    compiled, compile_one = list[Grammar](), grammars.GrammarCompiler._compile
+    monkeypatch.setattr(
+        grammars.GrammarCompiler, "_compile", lambda self, each: compiled.append(each) or compile_one(self, each)
+    )
+    monkeypatch.setattr(grammars, "MOST_COMPILED", 0)
+    said = ask(client, extra={**PLAIN, "guided_regex": "[0-9]{7}x"}, n=1).choices[0].message.content
+    assert re.fullmatch("[0-9]{7}x", said) and len(compiled) == 1
+
+
 def whole(answer: Any) -> list[str]:
     """The contents of choices that were not cut, of which there are some."""
     contents = [each.message.content for each in answer.choices if each.finish_reason == "stop"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from calls import calls_of
-from groupwise.model.chat import decode
+from groupwise.model.chat import decode, stopped_text
 from groupwise.model.reply_formats.format import ReplyFormat
 from groupwise.model.reply_formats.known import FORMATS
 from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length
@@ -182,6 +182,25 @@ def test_a_stream_joins_to_the_text_and_never_shows_a_stop_string(case, stop) ->
     pieces = [stream.push(i) for i in ids]
     assert text.startswith("".join(pieces))
     assert "".join(pieces) + stream.finish(text) == text
+
+
+@given(token_lists(), STOPS, st.integers(0, 6), st.booleans())
+@settings(max_examples=150)
+def test_a_stream_stops_where_the_engine_does_when_it_may(case, stop, least: int, kept: bool) -> None:
+    """A stop string within the first `min_tokens` tokens ends nothing."""
+    tokenizer, ids = case
+    params = SamplingParams(stop=tuple(stop), min_tokens=least, include_stop=kept)
+    texts = ((count, stopped_text(ids[:count], params, tokenizer)) for count in range(1, len(ids) + 1))
+    count, text = next((each for each in texts if each[1] is not None), (len(ids), decode(ids, tokenizer)))
+    stream = TextStream(tokenizer, params)
+    said = "".join(map(stream.push, ids[:count]))
+    assert text.startswith(said) and said + stream.finish(text) == text
+
+
+def test_a_stop_string_that_came_too_early_gives_nothing_out() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer, SamplingParams(stop=("l", "alxy"), min_tokens=3))
+    assert "".join(stream.push(tokenizer.get_vocab()[letter]) for letter in "halxy") == "h"
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from groupwise.config.data import DatasetConfig
-from groupwise.errors import DataError
+from groupwise.errors import ChatError, DataError
 from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.load import load_tokenizer
 from groupwise.tasks.answers import answer_turns
@@ -119,3 +119,18 @@ def test_a_thought_between_marks_of_the_models_own_is_not_opened_again_either():
 def test_plain_text_is_continued_and_ended():
     before, texts = learned({"prompt": "4+5=", "answer": "9"}, raw=True)
     assert before.endswith("4+5=") and texts == ["9<|im_end|>"]
+
+
+def test_a_call_with_an_empty_text_is_learned_as_one_without():
+    """Many servers and datasets write "" there."""
+    rows = [{"prompt": [ASKED], "completion": [call], "tools": [TOOL]} for call in (CALL, {**CALL, "content": ""})]
+    assert learned(rows[0]) == learned(rows[1])
+
+
+@pytest.mark.parametrize("row", [{"prompt": "4+5="}, {"prompt_token_ids": [1, 2, 3]}])
+def test_an_answer_of_several_messages_is_not_learned_without_its_prompt(row):
+    """A text and token ids are no messages that a template could render in front of it."""
+    tokenizer = load_tokenizer("starter")
+    prompt = encode_prompt(example(row | {"completion": [CALL, RESULT, nine()]}, raw="prompt" in row), tokenizer)
+    with raises(ChatError):
+        answer_turns(prompt, tokenizer)

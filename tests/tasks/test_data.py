@@ -68,12 +68,14 @@ def test_a_conversation_with_tool_calls():
         {"role": "user", "content": "2+2?", "tool_calls": None, "name": None},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
         {"role": "tool", "content": "", "tool_call_id": "1"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]},  # as many servers say it
+        {"role": "tool", "content": "4", "tool_call_id": "2"},
     ]
     prompt = to_prompt({"messages": messages}, id="x")
     assert prompt.messages is not None
     assert prompt.messages[0] == {"role": "user", "content": "2+2?"}
     assert "content" not in prompt.messages[1]
-    assert prompt.messages[2]["content"] == ""
+    assert prompt.messages[2]["content"] == prompt.messages[3]["content"] == ""
 
 
 def test_a_string_is_a_message_of_the_user():

@@ -73,3 +73,25 @@ def test_what_is_told_may_be_another(tmp_path: Path):
     write_rows(tmp_path / "rows.jsonl", "gsm8k")
     [row] = named.gsm8k("rows.jsonl", instruction="Write #### and the answer.", folder=str(tmp_path))
     assert row["prompt"].endswith("Write #### and the answer.") and row["answer"] == "1203"
+
+
+def test_a_number_that_is_the_answer_may_be_zero(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1 - 1?", "answer": 0}))
+    [row] = named.math("rows.jsonl", folder=str(tmp_path))
+    assert row["answer"] == "0"
+
+
+def test_a_split_of_a_file_acts_or_is_refused(tmp_path: Path):
+    """Training and evaluation may name two parts of one file; both had all of it."""
+    rows = [{"problem": f"{n} + 1?", "answer": n + 1} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = [[*named.math("rows.jsonl", split=split, folder=str(tmp_path))] for split in ("train[:80%]", "train[80%:]")]
+    assert [[int(row["answer"]) for row in part] for part in parts] == [[*range(1, 9)], [9, 10]]
+    for refused in ("test", "train[:x]"):
+        with raises(DataError):
+            [*named.math("rows.jsonl", split=refused, folder=str(tmp_path))]
+
+
+def test_a_saved_dataset_of_one_split_is_read_as_it_is(tmp_path: Path):
+    Dataset.from_list([SHAPES["math"]] * 2).save_to_disk(str(tmp_path / "saved"))
+    assert len([*named.math("saved", folder=str(tmp_path))]) == 2

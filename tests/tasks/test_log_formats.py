@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from groupwise.errors import DataError
 from groupwise.store.rollouts import group_to_json
 from groupwise.tasks.logs.exchange import Belongs, Exchange, Outcome, seconds, value_of
-from groupwise.tasks.logs.outcomes import read_outcomes
+from groupwise.tasks.logs.outcomes import joined, read_outcomes
 from groupwise.tasks.logs.read import UNKNOWN, Logs, read_logs
 from groupwise.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, Turn
 from wording import raises
@@ -53,7 +54,7 @@ def test_a_request_and_its_response(tmp_path: Path):
     assert [dict(each) for each in got.messages] == ASKED and got.answer == {"role": "assistant", "content": "4"}
     assert (got.ids, got.user, got.conversation) == (("chatcmpl-1", "req-9"), "ann", "t1")
     assert (got.time, got.model, got.cut) == (MAY, "gpt-x-2026", False)
-    assert logs.outcomes == [Outcome(id="chatcmpl-1", name="thumb", value=0.0)]
+    assert logs.outcomes == [Outcome(id="log.jsonl:1", name="thumb", value=0.0)]  # its own, whatever ids repeat
 
 
 def test_bodies_may_be_texts_under_other_names(tmp_path: Path):
@@ -407,12 +408,66 @@ def test_files_of_all_kinds_are_read_and_those_of_several_systems_together(tmp_p
     assert sum(logs.formats.values()) == 5 and len(logs.formats) == 2
 
 
+@pytest.mark.parametrize("ids", [{}, {"id": 1}])
+def test_rows_keep_their_own_outcomes_where_files_have_one_name(tmp_path: Path, ids: dict[str, int]):
+    """As those of two days do, and the rollouts of two runs, without ids or counted anew in each; and rows in one line,
+    as the pages of an API are."""
+    days = {"may-1": ("4", "up"), "may-2": ("5", "down")}
+    for day, (said, thumb) in days.items():
+        (tmp_path / day).mkdir()
+        rows = [
+            {"messages": ASKED, "response": said, "thumb": thumb},
+            {"messages": ASKED, "response": "7", "thumb": 0.5},
+        ]
+        (tmp_path / day / "log.jsonl").write_text(json.dumps({"data": rows}))
+    for sources in ([tmp_path], [tmp_path / day for day in days]):
+        logs = read_logs(sources)
+        known = joined(logs.exchanges, logs.outcomes)
+        scores = [(each.answer["content"], known.of[at][0].value) for at, each in enumerate(logs.exchanges)]  # pyright: ignore
+        assert scores == [("4", 1.0), ("7", 0.5), ("5", 0.0), ("7", 0.5)]
+        assert len({each.place for each in logs.exchanges}) == 4
+
+
+@pytest.mark.parametrize("name", ["log.csv.gz", "log.parquet.gz", "log.parquet"])
+def test_tables_are_read_gzipped_or_not_and_a_broken_one_is_an_error(tmp_path: Path, name: str):
+    rows = [{"id": f"x{n}", "messages": json.dumps(ASKED), "response": n} for n in (0, 4)]  # columns are typed
+    table = Dataset.from_list(rows)
+    path, plain = tmp_path / name, tmp_path / name.removesuffix(".gz")
+    (table.to_csv if ".csv" in name else table.to_parquet)(str(plain))
+    if plain != path:
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    found = [(each.ids, each.answer["content"]) for each in read_logs([path]).exchanges]  # pyright: ignore
+    assert found == [(("x0",), "0"), (("x4",), "4")]
+    broken = b"a,b\n1\n" if ".csv" in name else b"PAR1"
+    path.write_bytes(gzip.compress(broken) if name.endswith(".gz") else broken)
+    with raises(DataError, field="SOURCE"):
+        read_logs([path])
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(bytes(99))[:12] + bytes(9))
+        with raises(DataError, field="SOURCE", words=False):
+            read_logs([path])
+
+
+@pytest.mark.parametrize("name", ["spans.json", "spans.jsonl", "spans.jsonl.gz"])
+def test_values_that_are_spread_over_lines_are_read_one_after_another(tmp_path: Path, name: str):
+    """As OpenTelemetry's SDK prints spans to the console, and as people pretty-print."""
+    row = {"request": {"messages": ASKED}, "response": CHAT}
+    text = "\n".join(json.dumps(each, indent=4) for each in (row, [row, row])) + "\n"
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    logs = read_logs([tmp_path / name])
+    assert [each.place for each in logs.exchanges] == [f"{name}:{n}" for n in (1, 2, 3)] and not logs.bad
+    (tmp_path / "torn.json").write_text(text[:-9])  # the second value is not whole
+    torn = read_logs([tmp_path / "torn.json"])
+    assert (len(torn.exchanges), [each.place for each in torn.bad]) == (1, ["torn.json:2"])
+
+
 def test_a_bad_line_is_counted_with_its_place(tmp_path: Path):
     path = tmp_path / "log.jsonl"
     good = json.dumps({"request": {"messages": ASKED}, "response": CHAT})
     path.write_bytes(b'{"torn": \n\n[1, 2]\n{"x": 1}\n\xff\xfe\n' + good.encode())
     logs = read_logs([path])
-    assert [each.place for each in logs.bad] == ["log.jsonl:1", *["log.jsonl:3"] * 2, "log.jsonl:4", "log.jsonl:5"]
+    places = ["log.jsonl:1", "log.jsonl:3.1", "log.jsonl:3.2", "log.jsonl:4", "log.jsonl:5"]
+    assert [each.place for each in logs.bad] == places
     assert len(logs.exchanges) == 1 and logs.rows == 6
 
 
@@ -467,7 +522,15 @@ def test_times_and_values_of_any_spelling():
         7,
         None,
     ]
+    huge = 10**400
+    assert seconds(huge) is seconds(str(huge)) is value_of("score", huge) is value_of("score", str(huge)) is None
     assert value_of("retried", True) == 0 and value_of("retried", "no") == 1 and value_of("score", float("nan")) is None
+
+
+def test_a_number_without_bounds_is_one_bad_row(tmp_path: Path):
+    told = [{"key": "gen_ai.usage.input_tokens", "value": {"intValue": float("inf")}}]
+    logs = read(tmp_path, traces({"spanId": "a", "attributes": told}), {"messages": ASKED, "response": "4"})
+    assert (len(logs.exchanges), [each.place for each in logs.bad]) == (1, ["log.jsonl:1"])
 
 
 def test_the_rows_of_the_page_are_read_as_it_says(tmp_path: Path):

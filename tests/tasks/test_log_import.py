@@ -70,6 +70,29 @@ def test_everything_that_is_written_is_masked_and_counted_once(tmp_path: Path):
     assert {rule.name for rule in PERSONAL} | {rule.name for rule in SECRETS} < set(counts)
 
 
+def test_names_within_arguments_are_masked_too(tmp_path: Path):
+    arguments = {"to": {"bob@example.com": "Hi"}, "amy@example.com": 1}
+    call = {"id": "c", "type": "function", "function": {"name": "send", "arguments": json.dumps(arguments)}}
+    said = [
+        {"role": "user", "content": "Send it."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sent", "tool_call_id": "c"},
+    ]
+    write(imported(tmp_path, row("a", said, "Done."), heldout=0.0), tmp_path / "to")
+    (only,) = written(tmp_path / "to", "train")
+    masked = json.loads(only["prompt"][1]["tool_calls"][0]["function"]["arguments"])
+    assert masked == {"to": {"[email]": "Hi"}, "[email]": 1}
+
+
+def test_what_ends_a_line_elsewhere_ends_no_row(tmp_path: Path):
+    """JSON may hold U+2028 and U+0085 as they are, and `str.splitlines` cuts at them."""
+    said = "one\u2028two\x85three"
+    rows = [row("a", "Say one.", said, thumb="up"), row("b", "Say something else.", said, thumb="down")]
+    write(imported(tmp_path, *rows, heldout=0.0), tmp_path / "to")
+    found = [each.answers[0] for each in read_scored(tmp_path / "to")]
+    assert [(each.text, each.good) for each in found] == [(said, True), (said, False)]
+
+
 def noisy_log(seed: int) -> list[dict[str, Any]]:
     """Users with conversations of several turns, who ask things that others ask, too, or nearly; ids are missing."""
     draws = random.Random(seed)
@@ -147,6 +170,8 @@ def test_answers_logged_twice_count_once_and_alike_prompts_are_one(tmp_path: Pat
     assert case.id == "b" and [each.id for each in case.near] == ["a"] and case.asked == 2
     assert (result.report["read"]["logged_twice"], result.report["prompts"]["near_duplicates"]) == (1, 1)
     assert len(imported(tmp_path, *rows, heldout=0.0, alike=1.0).train) == 2
+    twice = [row("a", text, "Sorry."), row("a", text, "Sorry.", thumb="down")]  # logged again when it was known
+    assert imported(tmp_path, *twice, heldout=0.0).train[0].scores == [0.0]
 
 
 @pytest.fixture
@@ -222,6 +247,31 @@ def test_outcomes_of_a_file_are_joined_and_those_of_nothing_counted(tmp_path: Pa
         "no_scale": {"stars": [5.0, 5.0]},
     }
     assert len(result.report["says"]["lacks"]) >= 2
+
+
+def test_a_correction_that_is_a_number_is_one(tmp_path: Path):
+    """A table types its columns: where all corrections are numbers, they are no texts."""
+    said = tmp_path / "said.csv"
+    said.write_text("id,thumb,edited\na,down,185\nb,down,0\n")
+    result = imported(tmp_path, row("a", "A?", "x"), row("b", "B?", "y"), outcomes=said, heldout=0.0)
+    edited = [text for case in result.train for each in case.answers.values() for text in each.edited]
+    assert (edited, result.report["outcomes"]["edited"]) == (["185", "0"], 2)
+
+
+def test_of_a_prompt_with_many_answers_the_best_and_the_worst_are_compared(tmp_path: Path):
+    """All pairs of a thousand answers to "hello" would be half a million, and looked for in one another."""
+    rows = [
+        row(f"r{n}", "hello", f"answer {n}", score=n / 1000, ended="length" if n == 999 else "stop")
+        for n in range(1000)
+    ]
+    write(imported(tmp_path, *rows, heldout=0.0), tmp_path / "to")
+    pairs = [
+        [each[side][0]["content"] for side in ("chosen", "rejected")]
+        for each in written(tmp_path / "to", "train_pairs")
+    ]
+    chosen, rejected = ({int(text.split()[1]) for text in texts} for texts in zip(*pairs, strict=True))
+    assert chosen | rejected == {*range(8), *range(991, 999)}  # and not 999, which was cut off
+    assert len(pairs) == 16 * 15 / 2
 
 
 def test_a_log_of_one_user_has_nothing_to_hold_out(tmp_path: Path):

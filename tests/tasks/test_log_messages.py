@@ -107,6 +107,12 @@ def test_an_answer_is_the_assistants_message_of_any_response(said):
     assert (answer["role"], answer.get("content")) == ("assistant", "It is warm.")
 
 
+def test_a_call_with_an_empty_text_is_one():
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert answer_in({"choices": [{"message": called}]})["tool_calls"] == [CALL]  # pyright: ignore
+    assert conversation([ASKED[1], called, ASKED[3]])[1]["tool_calls"] == [CALL]  # pyright: ignore
+
+
 def test_thoughts_stay_beside_what_was_said():
     said = [
         {"type": "thinking", "thinking": "21 is warm", "signature": "x"},

@@ -126,6 +126,23 @@ def test_what_was_on_its_way_comes_first_whatever_pass_it_is_of(tmp_path):
     assert texts(rest, 12) == texts(source, 12)
 
 
+def test_a_stream_of_images_is_restored(tmp_path):
+    """As `datasets` gives them: objects, which another process has at another address."""
+    (tmp_path / "my_rows.py").write_text(
+        "from PIL import Image\n"
+        "kept = []\n"
+        "def rows():\n"
+        "    for n in range(6):\n"
+        "        kept.append(Image.new('RGB', (4, 4), (n, 0, 0)))\n"
+        "        yield {'prompt': f'row-{n}', 'image': kept[-1]}\n"
+    )
+    source = stream(tmp_path, source="my_rows:rows", shuffle_buffer=3)
+    take(source, 4)
+    rest = stream(tmp_path, source="my_rows:rows", shuffle_buffer=3)
+    rest.restore(json.loads(json.dumps(source.cursor)))
+    assert [each.messages for each in take(rest, 8)] == [each.messages for each in take(source, 8)]
+
+
 def test_a_set_that_has_changed_is_said(tmp_path):
     write(tmp_path / "rows.jsonl", 20)
     source = stream(tmp_path, source="rows.jsonl", shuffle_buffer=4)

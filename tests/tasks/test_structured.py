@@ -170,6 +170,36 @@ def test_what_cannot_be_guaranteed_as_xml_is_refused(
         reply_grammar(FORMATS["qwen_xml"], [WAIT, tool], engine._base.tokenizer, choice="required")
 
 
+@pytest.mark.parametrize("form", FORMATS.values(), ids=repr)
+def test_required_that_is_null_is_left_out(engine: LocalEngine, form: ReplyFormat) -> None:
+    """As programs in Go write it: a server of MCP's, say."""
+    plain = {"type": "object", "properties": {"x": {"type": "string"}}}
+    asked = [
+        [{"type": "function", "function": {"name": "f", "parameters": plain | more}}]
+        for more in ({}, {"required": None})
+    ]
+    without, null = (reply_grammar(form, each, engine._base.tokenizer, choice="required") for each in asked)
+    assert null == without is not None
+
+
+@pytest.mark.parametrize("form", [FORMATS[name] for name in ("qwen_xml", "gemma4")], ids=repr)
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"properties": ["x"]}, "properties"),
+        ({"properties": {}, "required": True}, "required"),
+        ({"properties": {"x": {"type": "string", "enum": 5}}}, "properties.x.enum"),
+        ({"properties": {"x": {"type": "string", "maxLength": "5"}}}, "properties.x.maxLength"),
+    ],
+)
+def test_what_is_no_schema_is_refused_with_its_place(
+    engine: LocalEngine, form: ReplyFormat, parameters: dict[str, Any], field: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with raises(GrammarError, field=f"tools[0].function.parameters.{field}"):
+        reply_grammar(form, [tool], engine._base.tokenizer, choice="required")
+
+
 def test_thoughts_are_where_the_template_has_them(engine: LocalEngine) -> None:
     tokenizer = engine._base.tokenizer
     encode = tokenizer.apply_chat_template

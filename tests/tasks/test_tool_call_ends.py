@@ -75,12 +75,23 @@ def test_what_cannot_be_read_ends_at_its_first_mark_and_stays(form: ReplyFormat,
         ({"enum": [1, 2]}, "1", 1),
         ({"type": "integer"}, "12", 12),
         ({"type": "string"}, "", ""),
+        ({"type": 5}, "1", 1),  # what is no schema says nothing
+        ({"enum": 3, "allOf": 7}, "1", 1),
+        ({"type": [{"a": 1}, "string"]}, "1", "1"),
     ],
 )
 def test_a_parameter_has_the_type_that_its_schema_says(schema: dict[str, Any], written: str, read: Any) -> None:
     text = f"<tool_call><function=f><parameter=x>\n{written}\n</parameter></function></tool_call>"
     (call,) = parse(text, XML, tools=[tool(x=schema)]).calls
     assert call["function"]["arguments"] == {"x": read}
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": ["x"]}, ["x"]])
+def test_a_tool_whose_parameters_are_no_schema_is_called_all_the_same(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = "<tool_call><function=f><parameter=x>\n1\n</parameter></function></tool_call>"
+    (call,) = parse(text, XML, tools=tools).calls
+    assert call["function"]["arguments"] == {"x": 1}
 
 
 @pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": ["number", "null"]}, {"enum": [1, 2]}])

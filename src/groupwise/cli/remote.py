@@ -24,6 +24,7 @@ import typer
 from groupwise.cli.frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
 from groupwise.cli.output import print_line, print_pairs, say
 from groupwise.errors import ConfigError, DataError
+from groupwise.store.files import json_lines
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client
@@ -112,15 +113,13 @@ def sample(
 
 
 def _prompts(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text(path).split("\n"), start=1):  # U+2028 ends no line of JSON
-        if line.strip():
-            row = _parse(line, where=f"{path}:{number}")
-            prompt = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
-            if not isinstance(prompt, str | list):
-                raise DataError(
-                    f"{path}:{number} has no prompt", hint='write {"prompt": "..."} or {"messages": [...]} a line'
-                )
-            yield prompt
+    for number, line in json_lines(_text(path)):
+        row = _parse(line, where=f"{path}:{number}")
+        prompt = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
+        if not isinstance(prompt, str | list):
+            hint = 'write {"prompt": "..."} or {"messages": [...]} a line'
+            raise DataError(f"{path}:{number} has no prompt", hint=hint)
+        yield prompt
 
 
 # ---- training ----
@@ -261,8 +260,7 @@ def _rows(path: Path, what: str) -> tuple[list[Any], Mapping[str, Any]]:
     try:
         whole = json.loads(text)
     except ValueError:
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        return [_parse(line, where=f"{path}:{number}") for number, line in lines], {}
+        return [_parse(line, where=f"{path}:{number}") for number, line in json_lines(text)], {}
     if isinstance(whole, list):
         return whole, {}
     if isinstance(whole, Mapping) and what in whole:

@@ -33,6 +33,7 @@ from contextlib import closing
 from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -80,8 +81,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int, eos_ids: Sequence[int]):
         self._source, self._vocabulary, self._eos_ids = tokenizer, vocabulary, list(eos_ids)
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._sizes: dict[Grammar, int] = {}  # bytes of memory that compiling one of these took
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()  # those that were used last
+        self._held: WeakValueDictionary[Grammar, Future[LLMatcher]] = WeakValueDictionary()  # all that anything holds
+        self._sizes: WeakKeyDictionary[Future[LLMatcher], int] = WeakKeyDictionary()  # bytes that compiling it took
         self._verdicts: OrderedDict[bytes, int | None] = OrderedDict()  # bytes of memory; None is too much of anything
         self._debts = Debts()
         self._lock = threading.Lock()
@@ -90,13 +92,14 @@ class GrammarCompiler:
         self._closed = False
 
     def prepare(self, grammar: Grammar, *, sender: str = "") -> Future[LLMatcher]:
-        """Compile a grammar in a thread, once. The future is shared: do not cancel it.
+        """Compile a grammar in a thread, once. The future is shared: do not cancel it. Who holds it finds the grammar
+        compiled, whatever else is asked for meanwhile.
 
         It raises GrammarError, OverloadedError where grammars of the `sender` that were refused have taken too long
         lately, and NotReadyError where there is no process to vet it.
         """
         with self._lock:
-            future = self._compiled.get(grammar)
+            future = self._held.get(grammar)
             if future is None or (future.done() and future.exception() is not None):
                 try:
                     self._debts.check(sender)
@@ -104,7 +107,8 @@ class GrammarCompiler:
                     refused: Future[LLMatcher] = Future()
                     refused.set_exception(error)
                     return refused
-                future = self._compiled[grammar] = self._threads.submit(self._compile_for, sender, grammar)
+                future = self._held[grammar] = self._threads.submit(self._compile_for, sender, grammar)
+            self._compiled[grammar] = future
             self._compiled.move_to_end(grammar)
             self._forget()
         return future
@@ -129,8 +133,12 @@ class GrammarCompiler:
 
     def _forget(self) -> None:
         """Keep as many as may be, and as much: those that were used last."""
-        while len(self._compiled) > MOST_COMPILED or sum(self._sizes.values()) > MOST_KEPT:
-            self._sizes.pop(self._compiled.popitem(last=False)[0], None)
+        while len(self._compiled) > MOST_COMPILED or self._bytes > MOST_KEPT:
+            self._compiled.popitem(last=False)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(self._sizes.get(each, 0) for each in self._compiled.values())
 
     # ---- in a thread ----
     @cached_property
@@ -195,8 +203,8 @@ class GrammarCompiler:
         with self._lock:
             self._verdicts[key] = size
             self._verdicts.move_to_end(key)
-            if size is not None and grammar in self._compiled:
-                self._sizes[grammar] = size
+            if size is not None and (future := self._held.get(grammar)) is not None:
+                self._sizes[future] = size
             while len(self._verdicts) > MOST_VERDICTS:
                 self._verdicts.popitem(last=False)
             self._forget()
@@ -527,8 +535,9 @@ def _without_formats(schema: Schema) -> Schema:
     while pending:
         each = pending.pop()
         each.pop("x-guidance", None)
-        if "format" in each and each["format"] not in FORMATS:
-            del each["format"]
+        kind = each.get("format")
+        if kind is None or (isinstance(kind, str) and kind not in FORMATS):  # the library refuses what is no text
+            each.pop("format", None)
         pending += [below for _, below in _subschemas(each)]
     return schema
 

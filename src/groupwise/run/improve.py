@@ -319,9 +319,8 @@ class _Work:
             drawn = random.SystemRandom().sample(having, min(FRESH, len(having)))
             rows = to_verify([taught[key] for key in drawn if key not in self.said["learned"]])
             path = self.to / "verify.jsonl"
-            before = path.read_text(encoding="utf-8").rstrip() if path.is_file() else ""
-            lines = [before, *(json.dumps(row, ensure_ascii=False) for row in rows)]
-            self.put("verify.jsonl", "".join(f"{each}\n" for each in filter(None, lines)))
+            lines = [*_lines(path), *(json.dumps(row, ensure_ascii=False) for row in rows)]
+            self.put("verify.jsonl", "".join(f"{each}\n" for each in lines))
             self.said["again"][phrase] = drawn
             self.said["to_verify"] += len(rows)
             self.save()
@@ -365,8 +364,12 @@ def _read(path: Path) -> Any:
 
 
 def _rows(path: Path) -> list[Row]:
-    lines = path.read_bytes().splitlines() if path.is_file() else []  # of bytes: U+2028 ends no line of JSON
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file; none without a file."""
+    return [line for _, line in files.json_lines(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
 def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:

@@ -14,10 +14,10 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -279,7 +279,7 @@ class Admissions:
         sender = http.state.sender
         if (key := http.state.caller and http.state.caller.key) is not None:
             self.usage.check_tokens(key)
-        await compiled(self.engine, grammars, sender=sender)
+        held = await compiled(self.engine, grammars, sender=sender)  # until the engine has them
         whole_s, first_s = self.config.request_timeout_s, self.config.first_token_timeout_s
         patience_s = min(whole_s, first_s) if stream else whole_s
         version = await resources.enter_async_context(
@@ -320,6 +320,7 @@ class Admissions:
             first_token_s=first_s,
             began=began,
         )
+        held.clear()
         resources.callback(generation.cancel)
         model = body.model or self.config.served_name
         id = f"{kind}{'' if kind.endswith('_') else '-'}{secrets.token_hex(12)}"
@@ -381,16 +382,19 @@ def _session(http: Request) -> str:
     return http.headers.get("x-session-id") or secrets.token_hex(8)
 
 
-async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None], *, sender: str) -> None:
-    """Wait until the engine has the grammars. Raises GrammarError, also for one that takes too long, and what
-    `LiveEngine.prepare` raises."""
+async def compiled(engine: LiveEngine, grammars: Sequence[Grammar | None], *, sender: str) -> list[Future[Any]]:
+    """Wait until the engine has the grammars; it has them as long as what is returned is held, and submitting a request
+    then waits for none. Raises GrammarError, also for one that takes too long, and what `LiveEngine.prepare` raises."""
+    held: list[Future[Any]] = []
     for grammar in dict.fromkeys(each for each in grammars if each is not None):
         try:
             async with asyncio.timeout(COMPILE_S):
-                await asyncio.shield(asyncio.wrap_future(engine.prepare(grammar, sender=sender)))
+                held.append(engine.prepare(grammar, sender=sender))
+                await asyncio.shield(asyncio.wrap_future(held[-1]))
         except TimeoutError:
             message = f"{grammar.field} was not compiled after {COMPILE_S:g} seconds"
             raise GrammarError(message, hint="make it smaller, or try again", field=grammar.field) from None
+    return held
 
 
 def sampling_params(

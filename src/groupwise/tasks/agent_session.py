@@ -295,7 +295,8 @@ class AgentSession:
         """Return the completion; `said` hears of its tokens in this event loop, where the engine streams."""
         grammar, prepare = request.params.grammar, getattr(self.sampler, "prepare", None)
         if grammar is not None and prepare is not None:  # in a thread: others are answered meanwhile
-            await asyncio.shield(asyncio.wrap_future(prepare(grammar, sender=request.conversation)))
+            held = prepare(grammar, sender=request.conversation)  # it is there until this returns
+            await asyncio.shield(asyncio.wrap_future(held))
         if said is None or "on_token" not in inspect.signature(self.sampler.submit).parameters:
             return (await self.sampler.sample([request]))[0]
         loop = asyncio.get_running_loop()

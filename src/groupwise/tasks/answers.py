@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from groupwise.errors import ContextLengthError
+from groupwise.errors import ChatError, ContextLengthError
 from groupwise.model.chat import decode, encode_completion, opens_thought
 from groupwise.model.reply_formats.known import format_of
 from groupwise.model.supervised import encode_supervised
@@ -94,13 +94,17 @@ async def _given(group: RolloutGroup) -> RolloutGroup:
 
 def answer_turns(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Turn, ...]:
     """Return the assistant's turns in the answer of an encoded prompt, each after all that comes before it. Raises
-    ChatError where the template refuses its messages, or rewrites what was said before."""
+    ChatError where the template refuses its messages or rewrites what was said before, and for an answer of several
+    messages to a prompt of text or token ids, which it would be learned without."""
     text = _only_text(prompt)
     if text is not None:
         if opens_thought(prompt.token_ids, tokenizer):  # the prompt has it already
             text = text.removeprefix(format_of(tokenizer).thought.start).removeprefix("\n")
         return (Turn(prompt.token_ids, _answered(encode_completion(prompt, text, tokenizer), tokenizer)),)
-    whole = encode_supervised([*(prompt.messages or ()), *prompt.answer], tokenizer, tools=prompt.tools or None)
+    if prompt.messages is None:
+        message = f"{prompt.id}: the answer has several messages, or calls of tools, and the prompt has no messages"
+        raise ChatError(message, hint="give the prompt as messages, or an answer that is one text")
+    whole = encode_supervised([*prompt.messages, *prompt.answer], tokenizer, tools=prompt.tools or None)
     before, turns = whole.prompt_ids, list[Turn]()
     for trained, run in groupby(zip(whole.completion_ids, whole.mask, strict=True), key=lambda pair: pair[1]):
         ids = tuple(id for id, _ in run)

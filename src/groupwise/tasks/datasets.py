@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from groupwise.config.data import RowsConfig
 from groupwise.errors import DataError
 from groupwise.rewards.math import boxed
@@ -59,7 +61,8 @@ def math(
     `answer` is the row's, or what its solution has in its last \\boxed{}. Raises DataError for a row without either.
     """
     for id, row in _rows(source, split, folder, ("problem",)):
-        answer = row.get("answer") or boxed(str(row.get("solution") or ""))
+        given = row.get("answer")
+        answer = boxed(str(row.get("solution") or "")) if given in (None, "") else given
         if answer is None:
             raise DataError(f"{id}: there is neither an answer nor a solution with \\boxed{{}}", hint="is it MATH?")
         yield {**row, "prompt": f"{row['problem']}\n\n{instruction}", "answer": str(answer)}
@@ -102,10 +105,14 @@ def reverse_text(
 def _rows(
     source: str, split: str, folder: str, columns: tuple[str, ...], *, config: str | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each row with its id. Raises DataError for one without one of the columns; `config` is the hub's name."""
-    wanted = RowsConfig(source=source)
-    if wanted.kind == "dataset":
-        wanted = RowsConfig(source=source, split=split, args={"name": config} if config and "/" in source else {})
+    """Yield each row with its id. Raises DataError for one without one of the columns, and for a split that the source
+    does not have; `config` is the hub's name."""
+    try:
+        wanted = RowsConfig(source=source, split=None if split == "train" else split)
+    except ValidationError as error:
+        raise DataError(f"split: {error.errors()[0]['msg']}") from None
+    if wanted.kind == "dataset" and config and "/" in source:
+        wanted = wanted.model_copy(update={"args": {"name": config}})
     for id, row in read_rows(wanted, folder=folder):
         if not isinstance(row, Mapping) or any(row.get(name) is None for name in columns):
             has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__

@@ -289,7 +289,7 @@ def message_at(value: Any, place: str) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise DataError(f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}")
-    if role == "assistant" and content is None and message.get("tool_calls"):
+    if role == "assistant" and content in (None, "", []) and message.get("tool_calls"):
         return message  # type: ignore[return-value]
     parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
     blank = not content and not (role == "tool" and content == "")  # a tool may have nothing to say

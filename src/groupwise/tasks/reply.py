@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from groupwise.model.chat import closing_ids
+from groupwise.model.chat import closing_ids, decode
 from groupwise.model.image_tokens import vision_of
 from groupwise.model.reply_formats.parser import ReplyParser, ReplyPart, beginning_length, joined
 from groupwise.types import SamplingParams
@@ -68,8 +68,9 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams):
         self._detokenizer = Detokenizer(tokenizer, ends=params.stop_ids)
-        self._stop = params.stop
-        self._early = params.min_tokens  # tokens in which nothing stops it
+        self._tokenizer, self._stop = tokenizer, params.stop
+        self._early, self._first = params.min_tokens, list[int]()  # tokens in which nothing stops it; those so far
+        self._begins = 0  # characters in them, within which no stop string counts
         self._held = ""
         self._given = 0
         self._stopped = False
@@ -77,12 +78,20 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Return the text that is certain now."""
         self._held += self._detokenizer.push(token_id)
-        self._early -= 1
+        early = len(self._first) < self._early
+        if early:
+            self._first.append(token_id)
+            if self._stop and len(self._first) == self._early:
+                self._begins = len(decode(self._first, self._tokenizer, ends=()))
         if self._stopped or not self._held:
             return ""
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0] if self._early < 0 else []
+        found = [] if early else [at for stop in self._stop if (at := self._place(stop)) >= 0]
         self._stopped = bool(found)
         return self._give(min(found) if found else len(self._held) - beginning_length(self._held, self._stop))
+
+    def _place(self, stop: str) -> int:
+        """Return where a stop string begins in what is held; -1 where it is not there, as `chat.stopped_text`."""
+        return self._held.find(stop, max(0, self._begins - self._given - len(stop) + 1))
 
     def finish(self, text: str) -> str:
         """Return the rest of the completion's whole `text`, as the engine gives it."""

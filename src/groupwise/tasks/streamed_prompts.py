@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from groupwise.types import Prompt
 
 KNOWN = 1000  # rows of each source that are looked at before a run begins
 BLOCK = 1024  # draws of a block of the mixture
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")  # in what Python shows of an image, another one in each process
 
 
 class StreamedPrompts(Tickets[tuple[int, int]]):
@@ -165,7 +167,7 @@ class _Reader:
         """Return the next row, with its id."""
         id, row = next(self._draws)
         self.number += 1
-        said = repr((id, row)).encode(errors="replace")
+        said = _ADDRESS.sub("", repr((id, row))).encode(errors="replace")
         self._digest = hashlib.blake2b(self._digest + said, digest_size=8).digest()
         self.last = [id, self._digest.hex()]
         return id, row

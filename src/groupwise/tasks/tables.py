@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 READ_AT_ONCE = 1024  # rows of a Parquet file
 WRITTEN: tuple[Callable[[str], Any], ...] = (int, float)  # types whose text is the cell's, tried in this order
@@ -60,8 +60,9 @@ def _csv_parts(path: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
             yield names, [column.to_pylist() for column in batch.columns]
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file, a thousand read at a time. Raises pyarrow.ArrowException and OSError."""
+def parquet_rows(path: Path | BinaryIO) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file, by its path or open, a thousand read at a time. Raises pyarrow.ArrowException
+    and OSError."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(path, pre_buffer=False) as file:

@@ -20,7 +20,6 @@ import re
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from groupwise.sdk.sections import (
     model_of,
     require_tokenizer,
 )
-from groupwise.store.files import replace
+from groupwise.store.files import json_lines, replace
 
 LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")
 REDUCTIONS = {"NUM_LOSS_TOKENS": "token_mean", "NUM_SEQUENCES": "sequence_sum", None: "sum"}
@@ -394,8 +393,7 @@ def rows(*, dataset: str, max_rows: int | None = None) -> Iterator[dict[str, Any
     path = Path(dataset)
     if not path.is_file():
         raise DataError(f"there is no file {dataset}", hint="give a JSONL file, or its URL")
-    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
-    for number, line in islice(((number, line) for number, line in lines if line.strip()), max_rows):
+    for number, line in json_lines(path.read_text(encoding="utf-8"))[:max_rows]:
         try:
             row = json.loads(line)
             messages = list(row.pop("messages"))

@@ -125,7 +125,7 @@ class _Writer(CallWriter):
         return f'"{{" {self.listed(key, items, ",")} "}}"'
 
     def _value(self, key: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
-        value = resolved(schema, root)
+        value = resolved(schema, root, field)
         if (pointer := reference(schema)) is not None and reference(value) is None:
             return self._rule_of(pointer, value, field)
         if key.count("_") > MOST_DEPTH:

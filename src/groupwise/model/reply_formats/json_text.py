@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.model.reply_formats.format import ParsedCall, Tools
@@ -102,29 +102,36 @@ def types_of(name: str, tools: Tools) -> dict[str, set[str]]:
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            schema = function.get("parameters") or {}
-            return {key: schema_types(each, schema) for key, each in (schema.get("properties") or {}).items()}
+            schema = function.get("parameters")
+            named = schema.get("properties") if isinstance(schema, Mapping) else None
+            items = named.items() if isinstance(named, Mapping) else ()
+            return {key: schema_types(each, schema) for key, each in items}
     return {}
 
 
 def schema_types(schema: Any, root: Any = None) -> set[str]:
     """Return the JSON types that a schema declares: itself, by its values, in its alternatives, or where it points to
-    in the schema `root`. Each part is looked at once, however often it is pointed to."""
+    in the schema `root`. Each part is looked at once, however often it is pointed to; what is no schema declares
+    nothing."""
     types, waiting, seen = set[str](), [schema], set[int]()
     while waiting:
         one = waiting.pop()
         if not isinstance(one, Mapping) or id(one) in seen:
             continue
         seen.add(id(one))
-        declared = one.get("type") or []
-        own = {declared} if isinstance(declared, str) else set(declared)
+        declared = one.get("type")
+        own = {each for each in ([declared] if isinstance(declared, str) else _list(declared)) if isinstance(each, str)}
         if not own:
-            values = [one["const"]] if "const" in one else one.get("enum") or ()
+            values = [one["const"]] if "const" in one else _list(one.get("enum"))
             own = {_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES}
         types |= own
-        waiting += [each for key in ("anyOf", "oneOf", "allOf") for each in one.get(key) or ()]
+        waiting += [each for key in ("anyOf", "oneOf", "allOf") for each in _list(one.get(key))]
         waiting.append(pointed_to(one, root))
     return types
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def pointed_to(schema: Mapping[str, Any], root: Any) -> Any:

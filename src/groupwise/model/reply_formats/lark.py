@@ -25,6 +25,11 @@ _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additiona
 _SAID = {"title", "description", "default", "examples"}  # what a schema only says
 _TEXTS = _SAID | {"type", "enum", "const", "minLength", "maxLength"}
 MOST_DEPTH = 16  # of references within references
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "properties": (dict, "an object"),
+    **dict.fromkeys(("required", "enum"), (list, "a list")),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), (int, "a whole number")),
+}
 
 
 class CallWriter:
@@ -149,7 +154,7 @@ class XmlWriter(CallWriter):
 
     def _parameter(self, key: str, name: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
         before, end = self.around(name)
-        value = resolved(schema, root)
+        value = resolved(schema, root, field)
         if (texts := texts_of(value, root, field)) is not None:  # written as it is, and read as a string
             if texts.values:
                 return f"{self.text(before)} ({' | '.join(map(quoted, texts.values))}) {self.text(end)}"
@@ -177,18 +182,31 @@ def texts_of(schema: Mapping[str, Any], root: Mapping[str, Any], field: str) -> 
     return Texts(schema)
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of the schema `root`, with what it points to in place of a `$ref` that says all."""
+def resolved(schema: Any, root: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Return a part of the schema `root`, with what it points to in place of a `$ref` that says all. Raises as
+    `checked`."""
     for _ in range(MOST_DEPTH):
         if reference(schema) is None:
             break
         schema = pointed_to(schema, root)
-    return dict(schema) if isinstance(schema, Mapping) else {}
+    return checked(schema, field) if isinstance(schema, Mapping) else {}
+
+
+def checked(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Return a schema without keys that are null, as some programs write what they leave out. Raises GrammarError for
+    one whose value is not of the kind that the writers read."""
+    given = {key: value for key, value in schema.items() if value is not None or key == "const"}
+    for key, (kind, said) in _KINDS.items():
+        if key in given and not isinstance(given[key], kind):
+            named = f"{field}.{key}"
+            raise GrammarError(f"{named} is {given[key]!r:.80}; it must be {said}", field=named)
+    return given
 
 
 def reference(schema: Any) -> str | None:
     """Return the `$ref` of a schema that says nothing else; None for any other."""
-    return schema["$ref"] if isinstance(schema, Mapping) and set(schema) - _SAID == {"$ref"} else None
+    alone = isinstance(schema, Mapping) and set(schema) - _SAID == {"$ref"} and isinstance(schema["$ref"], str)
+    return schema["$ref"] if alone else None
 
 
 def parameters_of(index: int, function: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -218,8 +236,8 @@ def field_of(index: int) -> str:
 
 def object_schema(parameters: Any, field: str) -> dict[str, Any]:
     """Return the schema of a tool's arguments, which are an object; of the properties that it names, where it names
-    some."""
-    schema: dict[str, Any] = {"properties": {}} if parameters is None else dict(parameters)
+    some. Raises GrammarError, also as `checked`."""
+    schema: dict[str, Any] = {"properties": {}} if parameters is None else checked(parameters, field)
     if schema.setdefault("type", "object") != "object":
         message = f"{field}.type is {schema['type']!r}; a tool's arguments are an object"
         raise GrammarError(message, hint='write "type": "object"', field=f"{field}.type")

@@ -114,7 +114,7 @@ class _Writer(CallWriter):
 
     def _value(self, key: str, schema: Any, root: Mapping[str, Any], field: str) -> str:
         """Return a value: strings, True, False and None as Python has them, numbers, lists and objects as JSON."""
-        value = resolved(schema, root)
+        value = resolved(schema, root, field)
         if (texts := texts_of(value, root, field)) is not None:
             if texts.values:
                 return f"({' | '.join(quoted(_quoted(each)) for each in texts.values)})"

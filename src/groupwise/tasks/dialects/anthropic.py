@@ -34,7 +34,7 @@ from groupwise.tasks.dialects.form import (
     fault,
     image_part,
     joined,
-    merged,
+    one_system,
     together,
     unknown_kind,
 )
@@ -104,11 +104,11 @@ class RedactedThinkingBlock(BodyPart):
 
 
 class ToolUseBlock(BodyPart):
-    """A tool call of an earlier turn."""
+    """A tool call of an earlier turn, by the name that the policy wrote."""
 
     type: Literal["tool_use"]
     id: CallId
-    name: FunctionName
+    name: str
     input: dict[str, Any]
 
 
@@ -241,15 +241,6 @@ class InputMessage(BodyPart):
         return messages
 
 
-def _one_system(system: str, said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of the chat form with one system message, at the head, as chat templates have it: `system` and
-    those that `said` begins with. Later ones, in which harnesses remind the model, are the user's."""
-    begun = next((i for i, message in enumerate(said) if message["role"] != "system"), len(said))
-    head = [text for text in (system, *(message["content"] for message in said[:begun])) if text]
-    later = [{**each, "role": "user"} if each["role"] == "system" else each for each in said[begun:]]
-    return [*([{"role": "system", "content": joined(head)}] if head else []), *later]
-
-
 def _said(blocks: Sequence[Any]) -> dict[str, Any]:
     """Return a turn of the assistant's, its texts as they were sampled: one behind another."""
     calls = [call(b.id, b.name, json.dumps(b.input, ensure_ascii=False)) for b in blocks if b.type == "tool_use"]
@@ -352,6 +343,7 @@ class CountRequest(DialectRequest):
     refused: ClassVar = {
         "container": Refused(hint="tools run at the client"),
         "mcp_servers": Refused(([],), hint="connect to them in the client, and offer their tools in tools"),
+        "n": Refused((1,), "send several requests"),
         "fallbacks": Refused(([],)),
     }
 
@@ -370,8 +362,8 @@ class CountRequest(DialectRequest):
 
     def chat(self) -> dict[str, Any]:
         said = [each for message in self.messages for each in message.chat()]
-        messages = _one_system(_text(self.system), said)
-        body: dict[str, Any] = {**self.passed_on, "model": self.model, "messages": merged(messages)}
+        messages = one_system(_text(self.system), said)
+        body: dict[str, Any] = {**self.passed_on, "model": self.model, "messages": messages}
         if self.tools:
             body["tools"] = [tool.chat() for tool in self.tools]
         if self.tool_choice is not None:

@@ -70,7 +70,7 @@ class CalledFunction(BodyPart):
     """The function of a call, by the name that the policy wrote, and its arguments: JSON as a string, as OpenAI has it,
     or an object."""
 
-    name: Annotated[str, Field(max_length=256)]
+    name: str
     arguments: str | JsonObject
 
 

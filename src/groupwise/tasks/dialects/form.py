@@ -46,9 +46,10 @@ LONGEST_SHOWN = 64  # characters of a value that an error repeats
 NEARLY = 0.8  # how similar to ours a name is, of 1, that is a slip
 MOST_SLIPS = 64  # unknown fields that are compared with ours
 PYDANTIC = frozenset(get_args(ErrorType))  # the codes of errors that are not ours
-PASSED_ON = ("adapter", "adapters", "ignore_eos", "min_p", "seed", "stop_token_ids")
+PASSED_ON = ("adapter", "adapters", "ignore_eos", "min_p", "seed", "stop_token_ids", "top_k")
+SYSTEM = ("system", "developer")  # roles of those who say how to answer
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # of what is offered; a call has any
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 CallId = Annotated[str, Field(max_length=256)]
 
@@ -84,12 +85,17 @@ class DialectRequest(BodyPart):
     bookkeeping: ClassVar[frozenset[str]] = frozenset()
     """Fields that are ignored on purpose: the same is sampled without them."""
     names: ClassVar[Mapping[str, str]] = {}
-    """Fields of the chat form -> what they are called in the dialect."""
+    """Fields of the chat form -> what they are called in the dialect. Under their old names they are refused."""
 
     @model_validator(mode="after")
     def _nothing_refused(self) -> DialectRequest:
         given = self.model_extra or {}
-        check_spelling(self, [name for name in given if name not in self.refused], known=self.bookkeeping)
+        unknown = [name for name in given if name not in self.refused and name not in PASSED_ON]
+        check_spelling(self, unknown, known=self.bookkeeping)
+        for name, meant in self.names.items():
+            if given.get(name) is not None:
+                shown = "{name} is a field of /v1/chat/completions, and has another name here"
+                raise fault("invalid_value", shown, name=name, param=name, hint=f"use {meant}")
         for name, option in self.refused.items():
             value = given.get(name)
             if value is not None and not any(type(value) is type(same) and value == same for same in option.neutral):
@@ -236,6 +242,15 @@ def together(contents: Sequence[str | Sequence[dict[str, Any]]], *, between: str
     if all(part["type"] == "text" for part in parts):
         return parts[0]["text"] if parts else ""
     return parts
+
+
+def one_system(system: str, said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of the chat form with one system message, at the head, as chat templates have it: `system` and
+    those that `said` begins with. Later ones, in which harnesses remind the model, are the user's."""
+    begun = next((i for i, message in enumerate(said) if message["role"] not in SYSTEM), len(said))
+    head = [content for content in (system, *(message["content"] for message in said[:begun])) if content]
+    later = [{**each, "role": "user"} if each["role"] in SYSTEM else each for each in said[begun:]]
+    return merged([*([{"role": "system", "content": together(head)}] if head else []), *later])
 
 
 def merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

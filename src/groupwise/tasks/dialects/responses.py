@@ -35,6 +35,7 @@ from groupwise.tasks.dialects.form import (
     image_part,
     joined,
     merged,
+    one_system,
     together,
     unknown_kind,
 )
@@ -132,11 +133,11 @@ class MessageItem(BodyPart):
 
 
 class FunctionCallItem(BodyPart):
-    """A tool call that the assistant made."""
+    """A tool call that the assistant made, by the name that the policy wrote."""
 
     type: Literal["function_call"]
     call_id: CallId
-    name: FunctionName
+    name: str
     arguments: str
 
 
@@ -309,7 +310,9 @@ class ResponsesRequest(DialectRequest):
         "context_management": Refused(([],), "shorten the input"),
         "conversation": Refused(hint="use previous_response_id"),
         "moderation": Refused(),
+        "n": Refused((1,), "send several requests"),
         "prompt": Refused(hint="send its text in instructions and input"),
+        "stop": Refused(([],), "/v1/chat/completions has stop strings"),
         "top_logprobs": Refused((0,), "/v1/chat/completions has log-probabilities"),
         "truncation": Refused(("disabled",), "shorten the input"),
     }
@@ -349,11 +352,10 @@ class ResponsesRequest(DialectRequest):
         return said
 
     def chat(self, history: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        opening = [{"role": "system", "content": self.instructions}] if self.instructions else []
         body: dict[str, Any] = {
             **self.passed_on,
             "model": self.model,
-            "messages": [*opening, *self.said(history)],
+            "messages": one_system(self.instructions or "", self.said(history)),
             "max_tokens": self.max_output_tokens,
             "tools": [tool.chat() for tool in self.tools] if self.tools else None,
             "tool_choice": self.tool_choice,

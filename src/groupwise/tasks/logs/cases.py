@@ -199,6 +199,6 @@ def _key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -
         ]
         of = message.get("tool_call_id")
         result = None if of is None else ids.setdefault(of, len(ids))
-        said.append((message["role"], message.get("content"), calls, result, message.get("name")))
+        said.append((message["role"], message.get("content") or "", calls, result, message.get("name")))
     written = json.dumps([said, list(tools)], sort_keys=True).encode()
     return hashlib.blake2b(written, digest_size=16).hexdigest()

@@ -37,8 +37,9 @@ EPOCHS = (1e17, 1e9), (1e14, 1e6), (1e11, 1e3)  # a time from here on is in nano
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """A score or a correction of an answer. `id` is that of the answer, of its request, trace or conversation; of the
-    last two, their last answer is meant. `value` is a score as the log has it (see `outcomes.scaled`), `edited` the
-    text that should have been said, `rating` the id of the outcome itself: outcomes with the same one are the same."""
+    last two, their last answer is meant. Where it stands in the row of its answer, `id` is the place, as ids may be
+    those of other answers, too. `value` is a score as the log has it (see `outcomes.scaled`), `edited` the text that
+    should have been said, `rating` the id of the outcome itself: outcomes with the same one are the same."""
 
     id: str
     name: str
@@ -96,6 +97,7 @@ FAULTS = (
     ValueError,
     AttributeError,
     RecursionError,
+    ArithmeticError,
 )  # of a row that looks like another
 
 
@@ -165,6 +167,11 @@ def parsed(value: Any) -> Any:
     return value
 
 
+def worded(value: Any) -> Any:
+    """Return a number as its text, since an answer that is one is a number in a table; anything else unchanged."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 def well_formed(text: str) -> str:
     """Return text that UTF-8 has: half of a character, where something was cut off, is a replacement character.
 
@@ -188,9 +195,19 @@ def seconds(value: Any) -> float | None:
             return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
-    number = float(value)
+    if (number := _finite(value)) is None:
+        return None
     number /= next((unit for least, unit in EPOCHS if number >= least), 1.0)
     return number if 0 <= number < LATEST else None
+
+
+def _finite(value: str | float) -> float | None:
+    """Return what a number or its digits are as a float; None for one without bounds, or of hundreds of digits."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def value_of(name: str, value: Any) -> float | None:
@@ -201,16 +218,17 @@ def value_of(name: str, value: Any) -> float | None:
     """
     if isinstance(value, str):
         word = value.strip().lower()
-        number = WORDS[word] if word in WORDS else float(word) if re.fullmatch(r"-?\d+(\.\d+)?", word) else None
+        number = WORDS[word] if word in WORDS else _finite(word) if re.fullmatch(r"-?\d+(\.\d+)?", word) else None
     else:
-        number = float(value) if isinstance(value, bool | int | float) and math.isfinite(value) else None
+        number = _finite(value) if isinstance(value, bool | int | float) else None
     return 1 - number if number in (0, 1) and name.lower() in BAD else number
 
 
 def outcomes_of(id: str, named: Iterable[tuple[str, Any]]) -> Iterator[Outcome]:
     """Yield an outcome for each name whose value says something; `edited` and `correction` are texts."""
     for name, value in named:
-        if name in ("edited", "correction", "edited_answer") and isinstance(value, str) and value.strip():
-            yield Outcome(id=id, name="edited", edited=value)
+        text = worded(value)
+        if name in ("edited", "correction", "edited_answer") and isinstance(text, str) and text.strip():
+            yield Outcome(id=id, name="edited", edited=text)
         elif name not in ("edited", "correction", "edited_answer") and (number := value_of(name, value)) is not None:
             yield Outcome(id=id, name=name, value=number)

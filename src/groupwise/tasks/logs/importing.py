@@ -146,10 +146,13 @@ def _jsonl(rows: Iterable[Row]) -> str:
 
 # ---- what was read ----
 def _once(exchanges: Sequence[Exchange]) -> tuple[list[Exchange], int]:
-    """Return the exchanges without those that were logged before, under the same id, and how many these are."""
+    """Return the exchanges without those that were logged before, under the same id, and how many these are. What is
+    said of either is said of the one that stays."""
     seen: dict[tuple[str, str], Exchange] = {}
     for each in exchanges:
-        seen.setdefault((each.ids[0], json.dumps([each.messages, each.answer])), each)
+        first = seen.setdefault(key := (each.ids[0], json.dumps([each.messages, each.answer])), each)
+        if first is not each:
+            seen[key] = replace(first, ids=tuple(dict.fromkeys((*first.ids, *each.ids, each.place))))
     return list(seen.values()), len(exchanges) - len(seen)
 
 
@@ -206,7 +209,7 @@ class _Masked:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
-            return {key: self._value(each) for key, each in value.items()}
+            return {self._text(key) if isinstance(key, str) else key: self._value(each) for key, each in value.items()}
         return [self._value(each) for each in value] if isinstance(value, list | tuple) else self._masking.value(value)
 
     def _text(self, text: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from groupwise.errors import DataError, RewardError
 from groupwise.rewards.call import Failure, FunctionCall, RewardFunction, call_here
+from groupwise.store.files import json_lines
 from groupwise.tasks.logs.calibration import Graded
 from groupwise.tasks.logs.cases import GOOD
 
@@ -56,8 +57,8 @@ def read_scored(folder: Path) -> list[ScoredPrompt]:
     found: dict[str, ScoredPrompt] = {}
     for name in FILES:
         path = folder / name
-        lines = path.read_bytes().splitlines() if path.is_file() else []  # of bytes: U+2028 ends no line of JSON
-        for number, line in enumerate(lines, start=1):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        for number, line in json_lines(text):
             try:
                 row = json.loads(line)
                 score, key = float(row["score"]), _digest(row["prompt"], row.get("tools"))

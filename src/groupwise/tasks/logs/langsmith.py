@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.tasks.logs.exchange import Exchange, Outcome, Read, first, parsed, seconds, text_at, value_of
+from groupwise.tasks.logs.exchange import Exchange, Outcome, Read, first, parsed, seconds, text_at, value_of, worded
 from groupwise.tasks.logs.messages import answer_in, conversation, tools_in
 from groupwise.types import Message
 
@@ -87,5 +87,6 @@ def _feedback(id: str, key: str, row: Mapping[str, Any]) -> Iterator[Outcome]:
     correction = row.get("correction")
     if isinstance(correction, Mapping):
         correction = first(correction, "output", "text", "content", "answer", "desired")
+    correction = worded(correction)
     if isinstance(correction, str) and correction.strip():
         yield Outcome(id=id, name="edited", edited=correction, rating=rating)

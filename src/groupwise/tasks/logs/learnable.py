@@ -11,7 +11,8 @@ An answer that was cut off is never what is to be learned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import permutations
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ NUMBERS, SHORT, LONG = (
     "groupwise.rewards.text:rouge_l",
 )
 NEARLY_ALL = 0.9  # of the answers must be of a form for a reward of that form
+MOST_PAIRED = 8  # answers of a prompt from either end of their scores that are compared in pairs
 
 Row = dict[str, Any]
 
@@ -104,14 +106,26 @@ def pair_rows(cases: Sequence[Case]) -> Iterator[Row]:
     for case in _with_near(cases):
         answers = case.answers.values()
         found = [(_text(text), _said(each.message)) for each in answers for text in each.edited]
-        for better, worse in permutations(answers, 2):
-            if better.score is not None and worse.score is not None and better.score > worse.score and not better.cut:
+        for better, worse in permutations(_furthest(answers), 2):
+            if (better.score or 0) > (worse.score or 0) and not better.cut:
                 found.append((_said(better.message), _said(worse.message)))
-        seen: list[tuple[Message, Message]] = []
+        seen = set[str]()
         for chosen, rejected in found:
-            if chosen != rejected and (chosen, rejected) not in seen:
-                seen.append((chosen, rejected))
+            key = json.dumps([chosen, rejected], sort_keys=True)
+            if chosen != rejected and key not in seen:
+                seen.add(key)
                 yield _prompt(case) | {"chosen": [chosen], "rejected": [rejected]}
+
+
+def _furthest(answers: Iterable[Answered]) -> list[Answered]:
+    """Return the answers with a score; of many, whose pairs would be millions, the best that were not cut off and the
+    worst, MOST_PAIRED of each."""
+    scored = [each for each in answers if each.score is not None]
+    if len(scored) <= 2 * MOST_PAIRED:
+        return scored
+    ranked = sorted(range(len(scored)), key=lambda at: (-(scored[at].score or 0), at))
+    best = [at for at in ranked if not scored[at].cut][:MOST_PAIRED]
+    return [scored[at] for at in sorted({*best, *ranked[-MOST_PAIRED:]})]
 
 
 def scored_rows(cases: Sequence[Case]) -> Iterator[Row]:

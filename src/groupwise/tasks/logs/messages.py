@@ -21,7 +21,7 @@ from groupwise.tasks.dialects.anthropic import InputMessage, ToolDefinition
 from groupwise.tasks.dialects.chat_form import ChatMessage, Tool
 from groupwise.tasks.dialects.form import assistant, call, joined, merged, read
 from groupwise.tasks.dialects.responses import FunctionTool, ResponsesRequest
-from groupwise.tasks.logs.exchange import parsed, well_formed
+from groupwise.tasks.logs.exchange import parsed, well_formed, worded
 from groupwise.tasks.prompts import message_at
 from groupwise.tasks.row_formats import message_of
 from groupwise.types import Message
@@ -58,7 +58,7 @@ def conversation(value: Any) -> tuple[Message, ...]:
 def answer_in(value: Any) -> Message:
     """Return the one message of the assistant's that an answer is: a text, a message, items in a row, or the body of a
     response. Raises DataError."""
-    value = parsed(value)
+    value = worded(parsed(value))
     if isinstance(value, str):
         value = {"role": "assistant", "content": value}
     if isinstance(value, Mapping):

@@ -53,12 +53,12 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def joined(exchanges: Sequence[Exchange], outcomes: Iterable[Outcome]) -> Joined:
-    """Join outcomes by id. Of a trace or conversation, and of an id that several answers have, the last answer is
-    meant; a rating that stands twice counts once."""
+    """Join outcomes by id, or by the place of an answer. Of a trace or conversation, and of an id that several answers
+    have, the last answer is meant; a rating that stands twice counts once."""
     by_id: dict[str, int] = {}
     last: dict[str, int] = {}
     for number, each in sorted(enumerate(exchanges), key=lambda one: one[1].time or 0.0):
-        by_id |= dict.fromkeys(each.ids, number)
+        by_id |= dict.fromkeys((each.place, *each.ids), number)
         last |= {id: number for id in (each.trace, each.conversation) if id is not None}
     known, seen = list[Outcome](), set[Outcome]()
     for each in outcomes:

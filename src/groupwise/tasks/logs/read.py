@@ -1,20 +1,24 @@
 """Files and folders of logs, row by row, each read by the format that knows it.
 
-A file may be JSON lines, JSON (a list, an object with a list under `data`, or one object), CSV or Parquet, and gzipped;
-of a folder all such files are read, and of the directory of a run its rollouts. Formats are told apart by each row, so
-that files of several systems may be given together. What cannot be used is kept with its place and the reason.
+A file may be JSON lines, JSON (a list, an object with a list under `data`, or objects one behind the other), CSV or
+Parquet, and gzipped; of a folder all such files are read, and of the directory of a run its rollouts. Formats are told
+apart by each row, so that files of several systems may be given together. What cannot be used is kept with its place
+and the reason.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
+import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from groupwise.errors import DataError
 from groupwise.tasks.logs.exchange import Bad, Belongs, Exchange, LogFormat, Outcome, Read, attempted
@@ -28,6 +32,7 @@ from groupwise.tasks.tables import csv_rows, parquet_rows
 FORMATS: tuple[type[LogFormat], ...] = (OwnRollouts, Spans, LangSmith, Langfuse, RequestLogs)
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 LISTS = ("data", "feedback", "runs", "traces", "observations")  # where an object that is no row has its rows
+_DECODER, _SIGN = json.JSONDecoder(), re.compile(r"\S")
 UNKNOWN = "the row is in none of the formats that are read"
 
 
@@ -64,9 +69,11 @@ def read_logs(sources: Sequence[Path]) -> Logs:
     """
     logs, formats = Logs(), [make() for make in FORMATS]
     keys: list[str] = []
-    for path in [file for source in sources for file in _files(source)]:
+    files = [file for source in sources for file in _files(source)]
+    names = Counter(path.name for path in files)
+    for path in files:
         logs.files += 1
-        for place, row in _rows(path):
+        for place, row in _rows(path, path.name if names[path.name] == 1 else str(path)):
             logs.rows += 1
             if isinstance(row, DataError):
                 logs.bad.append(Bad(place, row.message))
@@ -126,29 +133,27 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place; for a line that is not JSON, the error."""
+def _rows(path: Path, label: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row with its place, which no other row has: an answer without an id is known by it. The file is called
+    `label` there. For a line that is not JSON, yield the error."""
     try:
         if _suffix(path) in (".csv", ".parquet"):
-            rows = csv_rows(path) if path.suffix == ".csv" else parquet_rows(path)
-            yield from ((f"{path.name}:{number}", row) for number, row in enumerate(rows, start=1))
+            yield from ((f"{label}:{number}", row) for number, row in enumerate(_table(path), start=1))
             return
         if _suffix(path) == ".json":
             try:
                 value = json.loads(_bytes(path))
             except (ValueError, RecursionError):
-                yield from _lines(path)
+                yield from _lines(path, label)
                 return
             rows = _listed(value)
-            yield from (
-                (f"{path.name}:{number}" if len(rows) > 1 else path.name, row) for number, row in enumerate(rows)
-            )
+            yield from ((f"{label}:{number}" if len(rows) > 1 else label, row) for number, row in enumerate(rows))
             return
-        yield from _lines(path)
+        yield from _lines(path, label)
     except PermissionError as error:
         hint = f"let user {os.geteuid()} read it (`ls -l {path}`)"
         raise DataError(f"cannot read {path}: {error.strerror}", hint=hint, field="SOURCE") from None
-    except (OSError, EOFError, ArithmeticError) as error:
+    except (OSError, EOFError, ArithmeticError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}", field="SOURCE") from error
 
 
@@ -156,18 +161,57 @@ def _bytes(path: Path) -> bytes:
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+def _table(path: Path) -> Iterator[Any]:
+    """Yield the rows of a table. Raises DataError for a file that holds none."""
+    import pyarrow
+
+    try:
+        if _suffix(path) == ".csv":
+            yield from csv_rows(path)  # which pyarrow decompresses by its name
+        else:
+            yield from parquet_rows(path if path.suffix == ".parquet" else io.BytesIO(_bytes(path)))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"cannot read {path}: {error}", field="SOURCE") from error
+
+
+def _spread(path: Path) -> list[Any] | None:
+    """Return the values of a file in which each is spread over lines, as OpenTelemetry's SDK prints spans, and an error
+    where it does not go on so; None for any other file."""
+    with _open(path) as file:
+        first = next((line for line in file if line.strip()), b"").strip()
+    if first not in (b"{", b"["):
+        return None
+    values, position, text = list[Any](), 0, _bytes(path).decode(errors="replace")
+    try:
+        while (begin := _SIGN.search(text, position)) is not None:
+            value, position = _DECODER.raw_decode(text, begin.start())
+            values.append(value)
+    except (ValueError, RecursionError) as error:
+        values += [DataError(f"what follows is not JSON: {error}")] if values else []
+    return values or None
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
+
+
+def _lines(path: Path, label: str) -> Iterator[tuple[str, Any]]:
+    if (values := _spread(path)) is not None:
+        rows = [row for value in values for row in _listed(value)]
+        yield from ((f"{label}:{number}", row) for number, row in enumerate(rows, start=1))
+        return
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path.name}:{number}"
+            place = f"{label}:{number}"
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 yield place, DataError(f"the line is not JSON: {error}")
                 continue
-            yield from ((place, row) for row in _listed(value))
+            rows = _listed(value)
+            yield from ((f"{place}.{at}" if len(rows) > 1 else place, row) for at, row in enumerate(rows, start=1))
 
 
 def _listed(value: Any) -> list[Any]:

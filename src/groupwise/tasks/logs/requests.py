@@ -108,7 +108,7 @@ def _said(row: Mapping[str, Any]) -> Any:
             return _body(value)
         if _is_stream(value):
             raise DataError("the answer is a stream of events; log the message that the events make up")
-        if value:
+        if value not in (None, "", [], {}):
             return value
     if row.get("choices"):
         return row
@@ -164,7 +164,7 @@ def _exchange(row: Mapping[str, Any], asked: Mapping[str, Any], said: Any, place
         after=text_at(asked, "previous_response_id"),
     )
     for each in (row, metadata):
-        yield from outcomes_of(ids[0], ((name, each[name]) for name in OUTCOMES if name in each))
+        yield from outcomes_of(place, ((name, each[name]) for name in OUTCOMES if name in each))  # ids may repeat
 
 
 def _conversation(asked: Mapping[str, Any]) -> tuple[Message, ...]:
