@@ -6,7 +6,6 @@ import dataclasses
 import json
 import random
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
