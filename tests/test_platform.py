@@ -436,4 +436,5 @@ def test_what_can_be_read_or_written_is_found_whatever_its_number() -> None:
             assert platform.ready([ours], [ours], timeout=None) == ([], [ours])
             theirs.send(b"x")
             assert platform.ready([ours, theirs], [theirs], timeout=None) == ([ours], [theirs])
+            assert platform.ready([ours], timeout=1e8) == ([ours], [])  # more than poll itself can wait
         assert platform.ready([lone], timeout=None) == ([lone], [])  # its other end is closed

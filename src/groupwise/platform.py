@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+LONGEST_POLL_S = 2_000_000.0  # poll takes milliseconds of 31 bits, and who waits for more than 23 days waits for ever
+
+
 class HasFileno(Protocol):
     """A socket, a pipe, or another open file."""
 
@@ -381,7 +384,8 @@ def ready(
             events[number] = events.get(number, 0) | event
     for number, wanted in events.items():
         poll.register(number, wanted)
-    told = dict(poll.poll(None if timeout is None else max(0, math.ceil(1000 * timeout))))
+    for_ever = timeout is None or timeout > LONGEST_POLL_S
+    told = dict(poll.poll(None if for_ever else max(0, math.ceil(1000 * timeout))))
     said = [each for each in reading if told.get(each.fileno(), 0) & ~select.POLLOUT]
     return said, [each for each in writing if told.get(each.fileno(), 0) & ~select.POLLIN]
 
