@@ -23,8 +23,8 @@ import typer
 
 from groupwise.cli.frame import OPTIONS, ApiKey, AsJson, Debug, Url, examples, open_client, print_answer, print_table
 from groupwise.cli.output import print_line, print_pairs, say
+from groupwise.config.json_lines import json_lines
 from groupwise.errors import ConfigError, DataError
-from groupwise.store.files import json_lines
 
 if TYPE_CHECKING:
     from groupwise.sdk.client import Client

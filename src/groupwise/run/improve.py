@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.algo.evidence import share_of_error
+from groupwise.config.json_lines import json_lines
 from groupwise.config.run import STARTER, RunConfig, validated
 from groupwise.config.yaml import Document, to_yaml
 from groupwise.errors import ConfigError, DataError, Interrupted, StorageError
@@ -369,7 +370,7 @@ def _rows(path: Path) -> list[Row]:
 
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file; none without a file."""
-    return [line for _, line in files.json_lines(path.read_text(encoding="utf-8"))] if path.is_file() else []
+    return [line for _, line in json_lines(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
 def _opened(wanted: Wanted, truth: Truth | None, *, masking: Masking) -> _Work:

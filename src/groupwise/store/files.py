@@ -386,12 +386,6 @@ def read_json(path: Path, kind: TypeAdapter[T], *, hint: str) -> T | None:
         raise StorageError(f"{path} is damaged: {error.error_count()} errors", hint=hint) from error
 
 
-def json_lines(text: str) -> list[tuple[int, str]]:
-    """Return the lines of JSONL that are not blank, with their numbers. A text in JSON may have U+2028 or U+0085 in it,
-    at which `str.splitlines` would cut."""
-    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-
-
 def replace(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Put `content` at `path` in one step, with this mode less the umask: after a crash the file is the old one or the
     new one. Text is written as UTF-8."""

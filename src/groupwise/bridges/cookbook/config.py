@@ -25,6 +25,7 @@ from typing import Any
 
 from groupwise.config.formats.translation import run_name
 from groupwise.config.held_objects import named
+from groupwise.config.json_lines import json_lines
 from groupwise.config.load import load_object
 from groupwise.config.run import RunConfig, parse_config
 from groupwise.errors import ConfigError, DataError
@@ -39,7 +40,7 @@ from groupwise.sdk.sections import (
     model_of,
     require_tokenizer,
 )
-from groupwise.store.files import json_lines, replace
+from groupwise.store.files import replace
 
 LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")
 REDUCTIONS = {"NUM_LOSS_TOKENS": "token_mean", "NUM_SEQUENCES": "sequence_sum", None: "sum"}

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.config.json_lines import json_lines
 from groupwise.errors import DataError, RewardError
 from groupwise.rewards.call import Failure, FunctionCall, RewardFunction, call_here
-from groupwise.store.files import json_lines
 from groupwise.tasks.logs.calibration import Graded
 from groupwise.tasks.logs.cases import GOOD
 
