@@ -384,8 +384,9 @@ def ready(
             events[number] = events.get(number, 0) | event
     for number, wanted in events.items():
         poll.register(number, wanted)
-    for_ever = timeout is None or timeout > LONGEST_POLL_S
-    told = dict(poll.poll(None if for_ever else max(0, math.ceil(1000 * timeout))))
+    if timeout is not None and timeout > LONGEST_POLL_S:
+        timeout = None
+    told = dict(poll.poll(None if timeout is None else max(0, math.ceil(1000 * timeout))))
     said = [each for each in reading if told.get(each.fileno(), 0) & ~select.POLLOUT]
     return said, [each for each in writing if told.get(each.fileno(), 0) & ~select.POLLIN]
 
