@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,7 @@ class TrainingRun:
         self.promotion = self._promotion(store)
         self._best = BestVersion(patience=0 if plan.config.eval is None else plan.config.eval.patience)
         self._evaluated: dict[PolicyVersion, int] = {}  # the step at which a version was
-        self._checkpointed: set[PolicyVersion] = set()  # what the newest checkpoint continues with
-        self._saved_at: int | None = None  # the step after which this process wrote it
+        self._checkpoint: RunState | None = None  # the newest one's, without the states of the parts
         self._held_out: list[Sample] | None = None  # what the loss is computed of, once it was prepared
         self._started = self._sampling_s = 0.0  # of the present step: when it began, seconds spent waiting for groups
 
@@ -125,7 +125,7 @@ class TrainingRun:
         self.policy.resume(newest=state.version, sampling=state.sampler, step=saved["published"])
         if self.promotion is not None:
             self._open_promotion(self.promotion, step=state.step, kept=saved["promotion"])
-        self._protect(checkpoint_of=state)
+        self._hold(state)
         batches.sync(state.sampler, step=state.synced)
         self.parts.scorer.begin_step(state.step)  # what is evaluated before the next step is told of this one
         self.health.replay(read_metrics(self.run_dir / METRICS))
@@ -156,12 +156,11 @@ class TrainingRun:
                 "promotion": None if self.promotion is None else self.promotion.state_dict(),
             },
         )
-        if step == self._saved_at:  # the learner is what it was
+        if self._checkpoint is not None and self._checkpoint.step == step:  # the learner is what it was
             checkpoint.restate(self.run_dir, state)
         else:
             checkpoint.save(self.run_dir, self.parts.learner, state)
-        self._saved_at = step
-        self._protect(checkpoint_of=state)
+        self._hold(state)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -370,9 +369,12 @@ class TrainingRun:
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
-    def _protect(self, *, checkpoint_of: RunState | None = None) -> None:
-        """Protect the versions that must stay on the disk: evaluated ones, and those of the newest checkpoint, which
-        is that of `checkpoint_of` from now on, if one was written or read just now."""
-        if checkpoint_of is not None:
-            self._checkpointed = {checkpoint_of.version, checkpoint_of.sampler}
-        self.policy.protected = {*self._evaluated, *self._checkpointed}
+    def _hold(self, newest: RunState) -> None:
+        """Remember the newest checkpoint, which was written or read just now, and protect its versions."""
+        self._checkpoint = replace(newest, parts={})
+        self._protect()
+
+    def _protect(self) -> None:
+        """Protect the versions that must stay on the disk: evaluated ones, and those of the newest checkpoint."""
+        newest = self._checkpoint
+        self.policy.protected = {*self._evaluated, *(() if newest is None else (newest.version, newest.sampler))}
