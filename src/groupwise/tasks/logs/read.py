@@ -157,8 +157,13 @@ def _rows(path: Path, label: str) -> Iterator[tuple[str, Any]]:
         raise DataError(f"cannot read {path}: {error}", field="SOURCE") from error
 
 
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
+
+
 def _bytes(path: Path) -> bytes:
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    with _open(path) as file:
+        return file.read()
 
 
 def _table(path: Path) -> Iterator[Any]:
@@ -189,10 +194,6 @@ def _spread(path: Path) -> list[Any] | None:
     except (ValueError, RecursionError) as error:
         values += [DataError(f"what follows is not JSON: {error}")] if values else []
     return values or None
-
-
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
 
 
 def _lines(path: Path, label: str) -> Iterator[tuple[str, Any]]:
