@@ -168,13 +168,6 @@ def test_where_nothing_can_be_learned_it_says_what_is_lacking(tmp_path: Path, wh
     wording("\n".join(found["why"]))
 
 
-def test_a_separator_of_lines_in_a_prompt_ends_no_line(tmp_path: Path) -> None:
-    write_log(tmp_path, requests=10, asked=lambda number: f"What is {number} plus\u2028{3 * number}?")
-    told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", *QUICK, FEW, "--json")
-    assert told.exit_code == 0, told.output
-    assert sum(json.loads(told.stdout)["prompts"].values()) == 10
-
-
 def test_a_reward_of_ones_own_teaches_only_if_it_is_believed(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("def same(completions, **columns):\n    return [0.5] * len(completions)\n")
     told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", "--reward", "my_rewards:same", "--json")

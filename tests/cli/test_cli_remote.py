@@ -182,15 +182,14 @@ def test_rollouts_are_a_table_for_people(server):
 
 def test_prompts_of_a_file(server):
     messages = [{"role": "user", "content": "What is 4 + 4?"}]
-    separated = json.dumps("What is\u2028 2 + 2?", ensure_ascii=False)  # as JSON may hold it
     lines = [
         json.dumps(row, ensure_ascii=False)
         for row in ({"prompt": SUM}, {"messages": messages}, "What is\u20281 + 1?", {"prompt": messages})
     ]
-    file = write("p.jsonl", "\n\n".join([*lines, separated]))
+    file = write("p.jsonl", "\n\n".join(lines))
     result = cli("rollouts", "sample", "--file", file, "-n", 1, "--token-ids", "--json")
     groups = json.loads(result.stdout)["groups"]
-    assert [group["completions"][0]["text"] for group in groups] == ["5", "8", "2", "8", "4"]
+    assert [group["completions"][0]["text"] for group in groups] == ["5", "8", "2", "8"]
     assert groups[0]["completions"][0]["token_ids"] == [7, 2]
     assert cli("rollouts", "sample").exit_code == 2
     for content, place in (('"a"\n{}', "bad.jsonl:2"), ("{", "bad.jsonl:1")):

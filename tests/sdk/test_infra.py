@@ -434,24 +434,6 @@ def test_a_loop_goes_on_with_the_same_bytes(config: LoopConfig, tmp_path: Path) 
     assert facts["extra"]["serving"] == "policy@2"
 
 
-def test_a_save_that_fails_leaves_the_state_before_what_it_needs(config: LoopConfig) -> None:
-    """With half a step done nothing can be saved; the loop goes on, and is killed before the next save."""
-    config = replace(config, weight_sync=WeightSyncConfig(dcp_save_interval=0))
-    with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
-        train(infra, range(1, 3))
-        infra.weights.save(2).result()
-        train(infra, range(3, 4))
-        infra.policy.forward_backward(sequences(4)[0], "cross_entropy")
-        with pytest.raises(TrainingError):
-            infra.weights.save(3).result()
-        infra.policy.optim_step(ADAM)
-        train(infra, range(5, 9))
-    with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
-        resumed = infra.weights.resume()
-        assert resumed is not None and resumed.step == 2
-        assert sample(infra)[0].version == PolicyVersion("policy", 2)
-
-
 def test_another_state_is_another_version(config: LoopConfig, tmp_path: Path) -> None:
     """After as many steps, and yet not the weights that were served."""
     with setup_infra(config, needs_reference=False, needs_inference=True) as infra:
