@@ -57,7 +57,7 @@ MakeBase = Callable[..., LoadedModel]
 
 def pytest_configure(config: pytest.Config) -> None:
     """HTTP clients of the quick tests, and of what they start, trust one authority, which has signed nothing: to read
-    the system's certificates takes 15 ms, and a thousand clients are made that only talk to this machine."""
+    the system's certificates takes 25 ms, and a thousand clients are made that only talk to this machine."""
     if config.option.markexpr == "not slow":
         os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))
 
