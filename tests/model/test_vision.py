@@ -48,7 +48,7 @@ from wording import raises
 
 Load = Callable[..., LoadedModel]
 ALIKE = {"glm46v", "llava_next", "qwen3_5_moe"}  # whose text decoder or tower another family has
-RECURRENT = ("qwen3_5", "qwen3_5_moe")
+ROUNDED = ("qwen3_5", "qwen3_5_moe", "glm4v_moe")  # of recurrent layers the states, of GLM's experts the router
 EYES = ("vision", "projector", "all-linear")
 THROUGHOUT = {"qwen2_5_vl", "gemma3"}  # in every combination: images in line, and images whose tokens see each other
 
@@ -57,11 +57,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* has recurrent layers:UserWarn
 
 @pytest.fixture(autouse=True)
 def double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have recurrent layers' float64 be float64 throughout, in all threads: transformers rounds their states to
-    float32."""
-    if (getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")) not in RECURRENT:
+    """Have float64 be float64 throughout, in all threads, where transformers rounds to float32: what it rounds is not
+    the same in a batch of another shape, by as much as the processor's products differ."""
+    if (getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")) not in ROUNDED:
         return
-    to, as_float = Tensor.to, Tensor.float
+    to, as_float, as_type = Tensor.to, Tensor.float, Tensor.type
 
     def exact(x: Tensor, *args: Any, **options: Any) -> Tensor:
         if x.dtype == torch.float64:
@@ -70,6 +70,7 @@ def double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Tensor, "to", exact)
     monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else as_float(x))
+    monkeypatch.setattr(Tensor, "type", lambda x, to: as_type(x, torch.float64 if to is torch.float32 else to))
 
 
 def hardest(name: str, turns: int) -> bool:
