@@ -28,7 +28,8 @@ from groupwise.errors import (
     ModelError,
 )
 from groupwise.model.chat import decode
-from groupwise.model.load import Head, plain_attention
+from groupwise.model.head import Head
+from groupwise.model.load import plain_attention
 from groupwise.tasks.reply import Detokenizer
 from groupwise.train.learner import Learner
 from groupwise.types import (

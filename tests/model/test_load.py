@@ -14,7 +14,8 @@ from groupwise.algo.loss import resolve_loss
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.sampling import uniforms
 from groupwise.errors import ModelError
-from groupwise.model.load import Head, load_model, resolve_device, resolve_dtype, share_weights, widest_float
+from groupwise.model.head import Head
+from groupwise.model.load import load_model, resolve_device, resolve_dtype, share_weights, widest_float
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from wording import raises

@@ -20,9 +20,10 @@ from groupwise.config.lora import LoraSpec
 from groupwise.config.trained import PARTS
 from groupwise.engine.local import LocalEngine
 from groupwise.errors import ChatError, DataError, FieldError, ModelError
+from groupwise.model.adaptable import adapted_modules
 from groupwise.model.chat import decode, encode_prompt
 from groupwise.model.image_tokens import FIRST, is_of_image, vision_of
-from groupwise.model.load import LoadedModel, adapted_modules, load_model, share_weights
+from groupwise.model.load import LoadedModel, load_model, share_weights
 from groupwise.model.packed_check import look, packed_tolerance, why_blind
 from groupwise.model.packing import micro_batches
 from groupwise.model.supervised import encode_supervised

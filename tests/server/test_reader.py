@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -41,39 +40,11 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.store.ledger import Ledger
 from groupwise.types import Message, Prompt
 from processes import becomes
+from reading_functions import die, imported, linger, refuse, swell, swell_inside, where
 from serving import starter
 from wording import raises
 
 pytestmark = pytest.mark.xdist_group("reader")  # they share a process that takes seconds to start
-
-
-# ---- functions that read; the process imports them from here ----
-def where(raw: bytes, base: TextModel, config: ServeConfig) -> tuple[int, str, int, str | None]:
-    """The process, the body's digest, its priority, and what it knows of the key."""
-    return os.getpid(), hashlib.sha256(raw).hexdigest(), os.nice(0), config.api_key
-
-
-def refuse(raw: bytes, base: TextModel, config: ServeConfig, *, error: Exception) -> None:
-    raise error
-
-
-def swell(raw: bytes, base: TextModel, config: ServeConfig) -> None:
-    kept = [bytearray(MIB) for _ in range(1 << 14)]
-    assert kept
-
-
-def swell_inside(raw: bytes, base: TextModel, config: ServeConfig) -> None:
-    """In compiled code, which keeps the interpreter's lock and does not ask Python whether it may."""
-    json.loads("[" + "[]," * (1 << 23) + "[]]")
-
-
-def die(raw: bytes, base: TextModel, config: ServeConfig) -> None:
-    os.abort()
-
-
-def linger(raw: bytes, base: TextModel, config: ServeConfig, *, note: str) -> None:
-    Path(note).write_text(str(os.getpid()))
-    time.sleep(60)
 
 
 # ---- a request without a server ----
@@ -103,7 +74,7 @@ def make_reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parent.parent))))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
         yield make
     for each in made:
         each.close()
@@ -206,6 +177,11 @@ def test_what_is_to_be_trained_is_read_elsewhere_sooner_and_behind(reader: Reade
         pid, digest, nice, _ = read_to_train(reader, where, b"y" * size)
         assert pid != os.getpid() and digest == hashlib.sha256(b"y" * size).hexdigest()
         assert nice == min(19, os.nice(0) + 10)
+
+
+def test_a_reader_of_text_does_without_torch(reader: Reader) -> None:
+    there = read(reader, imported, LONG)
+    assert "transformers" in there and "torch" not in there
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.errors import TrainingError
-from groupwise.model.load import Head, LoadedModel, share_weights
+from groupwise.model.head import Head
+from groupwise.model.load import LoadedModel, share_weights
 from groupwise.model.packed_check import packed_forward_gap, why_not_packed
 from groupwise.model.packing import KeptRanges, MicroBatch, micro_batches, pack, pack_tree, padded_batches
 from groupwise.recorded import BITMAP, DROPPED, KEPT, mask_entry

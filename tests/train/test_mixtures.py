@@ -20,7 +20,8 @@ from groupwise.config.lora import LoraSpec
 from groupwise.engine.local import LocalEngine
 from groupwise.engine.vllm.handshake import linear_names
 from groupwise.errors import FieldError
-from groupwise.model.load import AdaptableModules, adapted_modules, load_model
+from groupwise.model.adaptable import adaptable_modules, adapted_modules
+from groupwise.model.load import load_model
 from groupwise.store.files import adapted_names, check_adapter
 from groupwise.store.merge import MergeMode, WeightedAdapter, merge_adapters
 from groupwise.train.learner import Learner
@@ -243,5 +244,5 @@ def test_vllm_is_not_told_of_experts(make_base):
 def test_what_tinker_calls_the_mlp_is_the_experts_too(make_base, family: str, wanted: set[str], attention: bool):
     lora = lora_of(Lora(rank=2, train_attn=attention, train_mlp=True))
     model = make_base(family).model
-    names = adapted_modules(model, targets_of(lora, AdaptableModules.of(model)))
+    names = adapted_modules(model, targets_of(lora, adaptable_modules(model)))
     assert {name.split(".")[-2] for name in names} == wanted

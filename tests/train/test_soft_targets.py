@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from groupwise.algo.distillation import soft_divergence, with_teacher_advantages
 from groupwise.algo.loss import resolve_loss
-from groupwise.model.load import Head, plain_attention
+from groupwise.model.head import Head
+from groupwise.model.load import plain_attention
 from groupwise.train.forward import fused_logprobs
 from groupwise.train.learner import Learner
 from groupwise.train.training_batch import TrainingBatch

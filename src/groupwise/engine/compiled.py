@@ -40,7 +40,7 @@ from groupwise.engine.graphs import Carry, Graphs, Heads, Recorder, Step, bucket
 from groupwise.engine.multi_lora import AdapterBank, Products, multiply
 from groupwise.model.attention import Layout
 from groupwise.model.backbone import After, Backbone, Before, RmsNorm, norm, scoring_of
-from groupwise.model.load import Head
+from groupwise.model.head import Head
 from groupwise.model.packed_check import packed_tolerance
 from groupwise.model.quantized import quantization_of
 

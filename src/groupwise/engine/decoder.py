@@ -34,7 +34,8 @@ from groupwise.engine.multi_lora import AdapterBank, AdapterWeights
 from groupwise.engine.rows import NEVER, PendingRequest, Row, Rows
 from groupwise.engine.sampling import KeptRows, mask_entries, reshape, sample_tokens, scaled_logprobs, uniforms
 from groupwise.model.chat import closing_ids, decode, stopped_text
-from groupwise.model.load import Head, LoadedModel
+from groupwise.model.head import Head
+from groupwise.model.load import LoadedModel
 from groupwise.model.mixture import Routers
 from groupwise.model.quantized import quantized_layers
 from groupwise.model.transfer import on_device

@@ -33,8 +33,8 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.lora import EXPERT_PARAMETERS
 from groupwise.errors import AdapterError
+from groupwise.model.adaptable import is_linear
 from groupwise.model.backbone import adapter_dtype, is_lean
-from groupwise.model.load import is_linear
 from groupwise.model.mixture import Routed, experts_forward, fused_parameters, is_router, low_rank, router_forward
 from groupwise.model.quantized import QuantizedLinear, quantization_of
 from groupwise.model.transfer import on_device

@@ -1,4 +1,4 @@
-"""Loads a causal language model, and finds out what trainer and engine need: context, end tokens, adaptable modules.
+"""Loads a causal language model, and finds out what trainer and engine need: context, end tokens, type, fingerprint.
 
 `model: starter` is the embedded model; anything else is a local directory or a Hugging Face name and goes through
 transformers' auto classes, with remote code off. The trainer and the engine each get their own module tree
@@ -34,26 +34,25 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.chat import ChatConfig
 from groupwise.config.hub import model_path, reading
-from groupwise.config.lora import ALL_LINEAR, EXPERTS, KINDS, PROJECTOR, VISION
-from groupwise.errors import FieldError, ModelError
+from groupwise.errors import ModelError
+from groupwise.model.adaptable import adaptable_modules, is_routing
 from groupwise.model.attention import ATTENTION
 from groupwise.model.chat import configure_chat, remember_ends, stop_ids
-from groupwise.model.mixture import fused_parameters, is_router, routing_shape
-from groupwise.model.products import product
+from groupwise.model.head import CAST_HEAD
+from groupwise.model.mixture import routing_shape
 from groupwise.model.quantized import (
     PACKAGE,
-    QuantizedLinear,
     bits_config,
     quantization_of,
     require_bitsandbytes,
     take_over,
 )
 from groupwise.model.recurrent_layers import pack_recurrent_layers
-from groupwise.model.vision import attention_of_eyes, linear_of_eyes, open_eyes, set_attention_of_eyes
+from groupwise.model.targets import AdaptableModules
+from groupwise.model.vision import attention_of_eyes, open_eyes, set_attention_of_eyes
 from groupwise.platform import no_such_gpu
 from groupwise.recorded import RoutingShape
 
-CAST_HEAD = "_groupwise_cast_lm_head"  # an attribute of a model: `cast_lm_head`
 READ_AS_TEXT = ("llama4", "mllama")  # what is seen would be attended to in chunks, or as its own rows
 UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
@@ -93,7 +92,7 @@ class LoadedModel:
     @property
     def adaptable(self) -> AdaptableModules:
         """Return the modules that adapters of this model can change."""
-        return AdaptableModules.of(self.model)
+        return adaptable_modules(self.model)
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -286,7 +285,7 @@ def not_quantised(config: PreTrainedConfig) -> list[str]:
     """Return the full names of the linear layers that quantisation leaves as they are: the LM head, routers, and what
     takes no adapter because it is not a part of the text decoder or is multiplied without being called."""
     model = empty_model(config)
-    modules, refused = dict(model.named_modules()), AdaptableModules.of(model).refused
+    modules, refused = dict(model.named_modules()), adaptable_modules(model).refused
     return [
         name for name, module in modules.items()
         if isinstance(module, nn.Linear | Conv1D)
@@ -374,231 +373,6 @@ def hash_of(shapes: Mapping[str, Sequence[int]], probed: Callable[[str], bytes])
     for name in sorted(shapes):
         digest.update(f"{name} {tuple(shapes[name])}".encode() + probed(name))
     return digest.hexdigest()
-
-
-# -- what an adapter changes -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AdaptableModules:
-    """The modules of a model that an adapter can change: names only, so that they can be looked up without the model.
-
-    `refused` has the modules of the text decoder in the model's order, and after fused experts their parameters, and
-    why each takes no adapter, or None. `experts` are modules of experts, and what adapters of them change: their fused
-    parameters, or their linear layers. `eyes` are the linear layers of a vision tower and of its projector.
-    """
-
-    architecture: str
-    refused: Mapping[str, str | None]
-    all_linear: tuple[str, ...]
-    experts: Mapping[str, tuple[str, ...]]
-    tensors: tuple[str, ...]
-    eyes: Mapping[str, tuple[str, ...]]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> AdaptableModules:
-        every, head = dict(model.named_modules()), model.get_output_embeddings()
-        config: Any = model.config
-        text: Any = model if config.get_text_config() is config else model.get_decoder()  # without a vision tower
-        ours = {id(module) for module in text.modules()}
-        modules = {name: module for name, module in every.items() if id(module) in ours or module is head}
-        refused: dict[str, str | None] = {}
-        experts: dict[str, tuple[str, ...]] = {}
-        for name, module in modules.items():
-            refused[name] = _why_not(model, name, module)
-            fused = [f"{name}.{parameter}" for parameter in fused_parameters(module)]
-            if fused and name.rpartition(".")[2] == EXPERTS:
-                refused |= dict.fromkeys(fused)
-                experts[name] = tuple(fused)
-        for name in modules:
-            if name.rpartition(".")[2] == EXPERTS and name not in experts:
-                inside = (each for each in modules if each.startswith(f"{name}.") and refused[each] is None)
-                experts[name] = tuple(inside)
-        fused = {parameter for parameters in experts.values() for parameter in parameters}
-        linear = [name for name, why in refused.items() if why is None and name not in fused]
-        all_linear = tuple(name for name in linear if not _is_routed(name, every))
-        tensors = tuple(name for name, _ in model.named_parameters())
-        eyes = {VISION: linear_of_eyes(model), PROJECTOR: linear_of_eyes(model, projector=True)}
-        return cls(type(model).__name__, refused, all_linear, experts, tensors, eyes)
-
-    def has(self, target: str) -> bool:
-        """Return whether there is a module of this name."""
-        return any(_names(target, name) and self._may_be_meant(target, name) for name in self.refused)
-
-    def meant(self, targets: str | Sequence[str]) -> list[str]:
-        """See `adapted_modules`."""
-        if isinstance(targets, str) and targets not in KINDS:
-            raise _target_error(f" is {targets!r}")
-        wanted: set[str] = set()
-        for target in [targets] if isinstance(targets, str) else targets:
-            wanted.update(self._named(target))
-        return [name for name in (*self.refused, *self.eyes[VISION], *self.eyes[PROJECTOR]) if name in wanted]
-
-    def _named(self, target: str) -> Sequence[str]:
-        """Return what one target means."""
-        if target == ALL_LINEAR:
-            if not self.all_linear:
-                raise _target_error(f": {self.architecture} has no linear layer that {ALL_LINEAR} means", hint=None)
-            return self.all_linear
-        if target in self.eyes:
-            if not self.eyes[target]:
-                if any(self.eyes.values()):
-                    hint = f"train it without an adapter: train.lora: null and train.parameters: [text, {target}]"
-                    raise _target_error(f": {self.architecture} has no linear layer that {target} means", hint=hint)
-                raise _target_error(f": {self.architecture} reads text alone, and has no {target}")
-            return self.eyes[target]
-        found = [name for name in self.refused if _names(target, name) and self._may_be_meant(target, name)]
-        if not found:
-            raise self._not_found(target)
-        for name in found:
-            if not self.experts.get(name) and (why := self.refused[name]):
-                raise _target_error(f": {target[:64]!r} {why}")
-        return [each for name in found for each in self.experts.get(name) or (name,)]
-
-    def _may_be_meant(self, target: str, name: str) -> bool:
-        """Parameters of experts are meant only by names that say so, as dense layers are called `down_proj` too."""
-        return name not in self.tensors or EXPERTS in target.split(".")
-
-    def _not_found(self, target: str) -> FieldError:
-        tensor = next((name for name in self.tensors if _names(target, name)), None)
-        if tensor is None:
-            hint = "this model has no experts" if target == EXPERTS else _TARGETS_HINT
-            return _target_error(f": {self.architecture} has no module {target[:64]!r}", hint=hint)
-        module = tensor.rpartition(".")[0]
-        hint = f"write {EXPERTS}.{target}" if tensor in self.experts.get(module, ()) else _TARGETS_HINT
-        return _target_error(f": {target[:64]!r} is the tensor {tensor}, not a linear layer", hint=hint)
-
-
-def adapted_modules(model: PreTrainedModel, targets: str | Sequence[str]) -> list[str]:
-    """Return the modules that an adapter with these targets changes: full names of linear modules, of routers, and of
-    the parameters of experts, in the model's order.
-
-    `all-linear` is every linear layer of the text decoder but the LM head: the projections of attention and of dense
-    MLPs, shared experts included. It is neither a router nor a routed expert. `experts` is all routed experts, `vision`
-    every linear layer of the vision tower, and `projector` those between it and the text decoder. Names mean the
-    text decoder's modules that have them, or whose last parts they are, and may name a router (`gate`, `mlp.router`)
-    or a parameter of experts (`experts.down_proj`).
-
-    Raises:
-        FieldError: a target names no module of the model, the LM head, or something that is not a linear layer, such
-            as an embedding.
-    """
-    return AdaptableModules.of(model).meant(targets)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is x W^T + b and nothing else; transformers' Conv1D is too, with its weight
-    transposed."""
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return plain or isinstance(module, Conv1D | QuantizedLinear) or type(module).__name__ == "FalconLinear"
-
-
-_EXPERTS = ": transformers has no exchangeable forward of these experts, so they take no adapter"
-_TARGETS_HINT = (
-    f'use "{ALL_LINEAR}", "{EXPERTS}", "{VISION}", "{PROJECTOR}" or names of linear modules, such as [q_proj, v_proj]'
-)
-
-
-def _target_error(message: str, *, hint: str | None = _TARGETS_HINT) -> FieldError:
-    return FieldError("{field}" + message, hint=hint, field="train.lora.targets", kind="target")
-
-
-def _names(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def _is_routed(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is, or is inside, a router of a mixture of experts or an expert that tokens are routed
-    to."""
-    return EXPERTS in name.split(".") or is_routing(name, modules)
-
-
-def is_routing(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether a module is, or is inside, a router of a mixture of experts; `modules` are all of the model."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part == "router" or "Router" in type(modules[".".join(parts[: i + 1])]).__name__:
-            return True
-        if part in ("gate", "shared_expert_gate") and hasattr(modules[".".join(parts[:i])], "experts"):
-            return True
-    return False
-
-
-def _is_passed_over(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the kernels of a state-space layer take this module's weight without calling it, and so without
-    its adapter. PEFT refuses it too."""
-    kernels = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-    return model.config.model_type in kernels and _names("out_proj", name)
-
-
-def _why_not(model: PreTrainedModel, name: str, module: nn.Module) -> str | None:
-    """Return why a module takes no adapter; None if it does."""
-    if module is model.get_output_embeddings():
-        return "is the LM head, which takes no adapter here"
-    if not is_linear(module) and not is_router(module):
-        experts = _EXPERTS if EXPERTS in name.split(".") else ""
-        return f"is {name}, which is of type {type(module).__name__} and not a linear layer{experts}"
-    if _is_passed_over(model, name):
-        return f"is {name}, whose weight the kernels of {model.config.model_type} take without its adapter"
-    return None
-
-
-@dataclass(frozen=True)
-class Head:
-    """The LM head and what the architecture does between it and the softmax: logits = softcap(scale * (W h + b)).
-
-    In a 16-bit model W h is rounded to 16 bits, which is up to 0.06 nats for a logit of 16 in bfloat16: more than most
-    policies move in a step. `in_float32` (`cast_lm_head`) keeps the sums of its products, which are exact, in float32,
-    in the engine and the trainer alike (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786).
-    """
-
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    scale: float
-    softcap: float | None
-    in_float32: bool = False
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Head:
-        linear: Any = model.get_output_embeddings()
-        config = model.config.get_text_config()
-        scale = _number(config, "logit_scale") * _number(config, "lm_head_multiplier")
-        scale /= _number(config, "logits_scaling") * _number(config, "logits_mup_width_multiplier")
-        caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        softcap = next((cap for name in caps if (cap := getattr(config, name, None))), None)
-        weight_VH, cast = linear.weight, getattr(model, CAST_HEAD, "auto")
-        in_float32 = head_in_float32(cast, weight_VH.dtype, on_gpu=weight_VH.is_cuda)  # gpu-aware
-        return cls(weight_VH, getattr(linear, "bias", None), scale, softcap, in_float32)
-
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Return [N, V] in float32 (float64 for a float64 model)."""
-        logits = self._product(hidden_NH)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits = logits if self.scale == 1.0 else logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    def _product(self, hidden_NH: Tensor) -> Tensor:
-        """Return W h + b, [N, V]."""
-        if not self.in_float32 or hidden_NH.dtype == torch.float64:
-            return nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
-        bias_V = None if self.bias_V is None else self.bias_V.float()
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            if hidden_NH.dtype == self.weight_VH.dtype == torch.bfloat16:
-                logits_NV = product(hidden_NH, self.weight_VH.T)
-                return logits_NV if bias_V is None else logits_NV.add_(bias_V)
-            return nn.functional.linear(hidden_NH.float(), self.weight_VH.float(), bias_V)
-
-
-def head_in_float32(cast: str, dtype: torch.dtype, *, on_gpu: bool) -> bool:
-    """Return whether the products of an LM head in `dtype` are summed up in float32, as `cast_lm_head` says: `auto` is
-    for bfloat16 on a GPU, where it costs nothing."""
-    return cast == "float32" or (cast == "auto" and on_gpu and dtype == torch.bfloat16)
-
-
-def _number(config: Any, name: str) -> float:
-    """Return a factor; 1 where the configuration has none."""
-    value = getattr(config, name, None)
-    return float(value) if isinstance(value, int | float) and value else 1.0
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

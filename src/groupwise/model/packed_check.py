@@ -28,12 +28,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from groupwise.errors import ModelError
+from groupwise.model.adaptable import adaptable_modules
 from groupwise.model.attention import Layout, SharedPrompts
 from groupwise.model.backbone import Backbone, decoder_of
+from groupwise.model.head import Head
 from groupwise.model.image_tokens import vision_of
 from groupwise.model.load import (
-    AdaptableModules,
-    Head,
     LoadedModel,
     auto_class,
     empty_model,
@@ -429,7 +429,7 @@ def _ways_of(shape: Shape) -> Ways:
     if why is not None:
         turn_plain(model)
         uncached = why_not_cached(model)
-    names = AdaptableModules.of(model).all_linear
+    names = adaptable_modules(model).all_linear
     return Ways(
         architecture=type(model).__name__,
         why_not_packed=why,

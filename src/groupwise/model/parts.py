@@ -34,8 +34,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from groupwise.config.hub import model_path, reading
 from groupwise.errors import ModelError
 from groupwise.model.chat import configure_chat
+from groupwise.model.head import CAST_HEAD
 from groupwise.model.load import (
-    CAST_HEAD,
     UNREADABLE,
     LoadedModel,
     ModelSettings,

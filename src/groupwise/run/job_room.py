@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import ConfigError
+from groupwise.model.adaptable import adapted_modules
 from groupwise.model.load import LoadedModel
 from groupwise.platform import memory_bytes
 from groupwise.store.ledger import Ledger
 from groupwise.store.ledger_schema import JobRecord
 from groupwise.store.ledger_turns import needs_none_beside
-from groupwise.train.lora import adapted_modules
 from groupwise.train.together import may_share
 
 MOST_AT_ONCE = 64  # threads

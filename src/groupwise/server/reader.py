@@ -45,7 +45,8 @@ from groupwise.store.files import writing
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from groupwise.model.load import AdaptableModules, LoadedModel
+    from groupwise.model.load import LoadedModel
+    from groupwise.model.targets import AdaptableModules
     from groupwise.model.vision import Seen
 
 SHORT = 1 << 16  # bytes of a body that is kept in memory, and read in a thread

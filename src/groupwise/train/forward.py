@@ -42,8 +42,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.model.backbone import Backbone, decoder_inputs, decoder_of
+from groupwise.model.head import Head
 from groupwise.model.image_tokens import FIRST, vision_of
-from groupwise.model.load import Head, plain_attention
+from groupwise.model.load import plain_attention
 from groupwise.model.packing import KeptRanges, MicroBatch, Padded
 from groupwise.train.context_parallel import ContextGroup, Ulysses
 from groupwise.train.lora import project_with_lora

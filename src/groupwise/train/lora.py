@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from groupwise.config.lora import LoraSpec
 from groupwise.errors import AdapterError, ConfigError
+from groupwise.model.adaptable import adapted_modules
 from groupwise.model.backbone import adapter_dtype, project_plainly
-from groupwise.model.load import adapted_modules
 from groupwise.model.mixture import Routed, experts_forward, is_router, low_rank, router_forward
 from groupwise.model.products import product
 from groupwise.model.quantized import QuantizedLinear, quantization_of

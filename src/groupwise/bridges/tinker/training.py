@@ -46,7 +46,8 @@ from groupwise.config.lora import ALL_LINEAR, EXPERTS, LoraSpec
 from groupwise.config.serve import ServeConfig
 from groupwise.errors import ConfigError, ConflictError, OverloadedError, RequestError
 from groupwise.model.image_tokens import vision_of
-from groupwise.model.load import AdaptableModules, LoadedModel
+from groupwise.model.load import LoadedModel
+from groupwise.model.targets import AdaptableModules
 from groupwise.sdk import state
 from groupwise.sdk.datums import Datum
 from groupwise.sdk.losses import CROSS_ENTROPY, datum_loss, weights_of

@@ -32,9 +32,10 @@ from groupwise.engine.vllm.client import ServerFacts, ServerLost, VllmServer, sa
 from groupwise.engine.vllm.gaps import CANARY, Gaps
 from groupwise.engine.vllm.publish import FILES, Published, Shelf
 from groupwise.errors import EngineError, FieldError, GroupwiseError
+from groupwise.model.adaptable import adapted_modules, is_linear
 from groupwise.model.chat import encode_prompt
 from groupwise.model.image_tokens import vision_of
-from groupwise.model.load import LoadedModel, adapted_modules, is_linear
+from groupwise.model.load import LoadedModel
 from groupwise.model.vision import eyes_of, sample_picture
 from groupwise.types import Message, PolicyVersion, Prompt
 

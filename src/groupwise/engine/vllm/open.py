@@ -22,11 +22,11 @@ from groupwise.engine.vllm.seats import Seats, seated, seats_of
 from groupwise.engine.vllm.server import ServerLaunch, ServerProcess, Shape, StartServer, launch_of
 from groupwise.engine.vllm.transfer import TakeTensor
 from groupwise.errors import ConfigError, ModelError
+from groupwise.model.head import head_in_float32
 from groupwise.model.load import (
     LoadedModel,
     context_length,
     empty_model,
-    head_in_float32,
     load_configured,
     resolve_device,
     resolve_dtype,
