@@ -1,5 +1,6 @@
 # make demo    everything a fresh machine needs, then the main job: the starter model learns arithmetic
 # make test    everything a fresh machine needs, then lint, types, layers, the documentation and the test suite
+# make long    the tests that take over a second of a processor each, which CI runs too: whole runs, servers, statistics
 # make wording the words of all refusals that tests meet, written anew to tests/*/wording.txt, to be read
 # make docs    the documentation as a site, in build/site; a dead link is an error
 # make vllm    vLLM's CPU build in .venv-vllm (2.5 GB), and its engine against ours (six minutes)
@@ -14,7 +15,7 @@ VENV   := .venv
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types suite compiled wording docs bench gpu vllm ui clean
+.PHONY: demo test long lint types suite compiled wording docs bench gpu vllm ui clean
 
 demo: $(VENV)/.installed
 	$(BIN)/groupwise demo
@@ -33,6 +34,9 @@ types: $(VENV)/.installed-dev
 
 suite: compiled
 	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup
+
+long: compiled
+	$(BIN)/pytest -q -n $(TESTERS) --dist loadgroup -m "long and not slow"
 
 wording: compiled
 	WORDING=write $(BIN)/pytest -q -n $(TESTERS) --dist loadgroup

@@ -56,16 +56,22 @@ MakeBase = Callable[..., LoadedModel]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """HTTP clients of the quick tests, and of what they start, trust one authority, which has signed nothing: to read
-    the system's certificates takes 25 ms, and a thousand clients are made that only talk to this machine."""
-    if config.option.markexpr == "not slow":
+    """HTTP clients of tests that are not slow, and of what they start, trust one authority, which has signed nothing:
+    to read the system's certificates takes 25 ms, and a thousand clients are made that only talk to this machine."""
+    if wording.WRITES:  # a room's words are of its long tests too
+        config.option.markexpr = config.option.markexpr.replace(" and not long", "")
+    if not _asks_for_slow(config):
         os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What is in tests/slow is slow: where no slow test is asked for it is not read, which would import what it needs
     in each process of the suite."""
-    return True if collection_path == SLOW and config.option.markexpr == "not slow" else None
+    return True if collection_path == SLOW and not _asks_for_slow(config) else None
+
+
+def _asks_for_slow(config: pytest.Config) -> bool:
+    return "not slow" not in config.option.markexpr
 
 
 @pytest.hookimpl(trylast=True)

@@ -319,6 +319,7 @@ def test_asynchrony_reads_when_a_reward_was_reached(script: Any) -> None:
     assert asynchrony.cell([1.0, 2.0, None], ".1f") == "1.5 (1.0 to 2.0, 1 never)"
 
 
+@pytest.mark.long
 def test_every_kind_of_schema_compiles_and_what_ends_is_valid(script: Any) -> None:
     structured = script("structured")
     asked = structured.schemas(60, seed=1)
@@ -476,6 +477,7 @@ def test_live_gates_tells_counts_with_exact_intervals(script: Any, capsys: pytes
     assert row == "| gate | 20% | 4 no effect | 1 | 0 | 0 | 1 | 2 | 0.068 to 0.932 | 1, 1 |"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("all_parameters", slow_but({False}, of=(False, True)))
 def test_no_rank_holds_more_than_its_parts_and_what_is_gathered_at_once(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], all_parameters: bool
@@ -494,6 +496,7 @@ def test_no_rank_holds_more_than_its_parts_and_what_is_gathered_at_once(
         assert reading <= may_read < 0.8 * whole
 
 
+@pytest.mark.long
 def test_a_whole_model_gets_to_another_process_either_way(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -505,6 +508,7 @@ def test_a_whole_model_gets_to_another_process_either_way(
     assert " MB: first sent in " in sent and read.startswith("written in ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shared", "most"), [(8, 30e9), pytest.param(64, 12e9, marks=pytest.mark.slow)])
 def test_a_plan_for_70b_on_64_gpus_has_room_on_every_one(script: Any, shared: int, most: float) -> None:
     """Parts of the frozen base in bfloat16, and what is gathered at once, on eight GPUs that share a copy, or all."""

@@ -92,6 +92,7 @@ def test_the_first_reward(place: Path) -> None:
     assert "What is 25 + 60? Put the answer in <answer> tags." in reader.said["groupwise check tags.yaml"]
 
 
+@pytest.mark.long
 def test_the_first_pictures(place: Path) -> None:
     """With two photographs of one's own; the real model is not at hand."""
     few = "rollout.prompts_per_step=2 rollout.group_size=4 scoring.workers=0 data.limit=8 eval.data.limit=4"
@@ -109,6 +110,7 @@ def test_the_first_pictures(place: Path) -> None:
     assert read_picture(lines[0]["image"], folder=place / "my-images").pixels().size == (320, 240)
 
 
+@pytest.mark.long
 def test_the_first_environment(place: Path) -> None:
     run = f"{SMALL} env.max_turns=3"
     reader = Reader(place, {"groupwise run": run, "groupwise env check": "--max-tokens 8"})
@@ -133,6 +135,7 @@ def test_the_first_live_loop(
     assert "sums@" in reader.said["groupwise adapters list"] and "completed" in reader.said["groupwise train status"]
 
 
+@pytest.mark.long
 def test_from_examples_to_rewards(place: Path) -> None:
     reader = Reader(place, {"groupwise check": "scoring.workers=0", "groupwise run": "elsewhere"})
     reader.follow("examples_to_rewards.md")
@@ -149,6 +152,7 @@ def test_from_examples_to_rewards(place: Path) -> None:
     assert stage.count('"loss/cross_entropy"') == 8 and (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_training_without_a_reward_function(place: Path) -> None:
     run = f"{SMALL} scoring.workers=0"
     reader = Reader(

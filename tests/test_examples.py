@@ -68,6 +68,7 @@ async def run_cell(cell: str, names: dict[str, Any]) -> None:
         exec(compile(cell, "a cell", "exec"), names)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg")
 def test_the_notebook_of_the_first_hour(tmp_path, monkeypatch):
     """Its cells in order, with fewer and smaller steps."""

@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 def test_the_page_from_rollouts_to_the_confirmed_adapter(live: Live) -> None:
     batch = live.post("/v1/completions/batch", ROLLOUTS)
     places = [(c["prompt_index"], c["completion_index"]) for c in batch["completions"]]

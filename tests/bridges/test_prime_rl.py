@@ -347,6 +347,7 @@ def test_what_import_writes_loads_as_the_same_run(read, tmp_path):
     assert text.startswith("# From rl.toml, which is in prime-rl's words.")
 
 
+@pytest.mark.long
 def test_generated_problems_train_on_the_starter(read, tmp_path, monkeypatch):
     pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(tmp_path)

@@ -140,6 +140,7 @@ def test_refusals(name, args):
         load_factory(EnvConfig(environment=f"textarena:{name}", args=args)).cases()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "environment",
     ["textarena:GuessTheNumber-v0", pytest.param("reasoning-gym:chain_sum", marks=pytest.mark.slow)],

@@ -53,6 +53,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_log(tmp_path)
 
 
+@pytest.mark.long
 def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: Path) -> None:
     write_log(tmp_path, asked=lambda n: f"What is {n} plus\u2028{3 * n}?")  # which is no end of a row
     told = cli("improve", "log.jsonl", "--model", "starter", "--to", "to", *QUICK, FEW, "--json")
@@ -119,6 +120,7 @@ def test_verified_prompts_are_not_trained_on_and_are_compared_by_a_rule(tmp_path
     assert found["audit"]["checked"] == 12  # of those that the import did not hold out
 
 
+@pytest.mark.long
 def test_a_phrase_that_wrong_answers_perhaps_have_in_common_is_asked_about_again(tmp_path: Path) -> None:
     """Ten of eighty prompts have it, and wrong answers, as have two others; of the ten two are verified at first. Each
     prompt ends with a line separator (U+2028), which ends no row."""

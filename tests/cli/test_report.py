@@ -498,6 +498,7 @@ def test_held_out_completions_count_too(tmp_path, monkeypatch):
     assert len(fewer["changed"]) == 1 and (fewer["better"], fewer["prompts"]) == (3, 3)
 
 
+@pytest.mark.long
 def test_a_very_long_run_has_every_so_many_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MOST_VALUES", data.MOST_VALUES // 10)
     (tmp_path / "r").mkdir()

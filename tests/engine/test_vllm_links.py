@@ -33,6 +33,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         broadcast=lambda inputs, streams, comms: done.append(("send", inputs[0].tolist(), comms)),
     )
     monkeypatch.setattr(links, "nccl", fake)
+    monkeypatch.setattr(links, "PACKED_BYTES", 1 << 16)  # a quarter of a gigabyte takes seconds to be shared
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

@@ -61,6 +61,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
         ways_of(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", slow_but(["deepseek_v32"], of=("deepseek_v32", "glm_moe_dsa")))
 def test_sparse_attention_is_judged_by_what_it_does(family: str) -> None:
     """Their indexer looked ahead in some versions of transformers and does not in others."""

@@ -223,6 +223,7 @@ def test_a_run_outlives_environments_that_loop_and_that_end_their_process(env_pr
     assert by_case[0] == by_case[2] == {None}
 
 
+@pytest.mark.long
 def test_two_runs_of_a_seed_in_lockstep_end_with_the_same_bytes(env_project):
     """However long environments took, in this process or in others."""
     options = ("env.environment=my_envs:Dawdles", "env.lockstep=true", "eval=null")

@@ -331,6 +331,7 @@ def test_a_pair_without_a_value_is_left_out():
         paired([math.nan], [1.0])
 
 
+@pytest.mark.long
 def test_equal_policies_are_told_apart_as_often_as_p_says():
     """Under the null hypothesis p is below 0.05 in at most that share of many repetitions; drawn signs agree with it,
     and a difference that is there is found."""

@@ -600,6 +600,7 @@ def test_a_reward_that_is_lost_over_hundreds_of_steps_is_named():
     assert "reward.flat" not in standing
 
 
+@pytest.mark.long
 def test_noise_around_one_level_is_not_called_lost():
     """Whatever the draw, a mean reward that keeps its level, rises, or dips for some steps has lost nothing."""
     for seed in range(20):

@@ -25,6 +25,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.types import Prompt
 from running_jobs import Dies, adapter_bytes, metrics_of
 from seeing_models import save_seeing
+from slow_cases import long_case
 from vllm_peer import serving
 from wording import raises
 
@@ -187,7 +188,7 @@ def test_where_it_cannot_be_trained_it_is_refused(tmp_path: Path, model: Path, s
     "sections",
     [
         {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4}}},
-        {"train": {"steps": 3, "learning_rate": 1e-3, "lora": None, "parameters": "all"}},
+        long_case({"train": {"steps": 3, "learning_rate": 1e-3, "lora": None, "parameters": "all"}}),
         {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4, "targets": ["vision", "projector"]}}}
         | {"vllm": {"push": "merged"}},
     ],

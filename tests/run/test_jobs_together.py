@@ -209,6 +209,7 @@ def test_memory_that_runs_out_beside_others_has_the_job_go_on_by_itself(place, l
 # --- by turns ---
 
 
+@pytest.mark.long
 def test_jobs_that_make_way_for_each_other_leave_what_they_leave_alone(base, place, tmp_path, monkeypatch):
     monkeypatch.setattr(job_room, "MOST_AT_ONCE", 2)
     monkeypatch.setattr(job_queue, "AT_LEAST_S", 0.0)

@@ -80,6 +80,7 @@ REWARDED = {
 }
 
 
+@pytest.mark.long
 def test_as_a_stage_it_is_relative_to_where_it_starts(file, tmp_path: Path):
     """After examples the reference is what they made, which at first tells no pair apart from the policy; a run that
     was killed in the stage has that reference again."""

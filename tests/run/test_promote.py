@@ -60,6 +60,7 @@ def test_what_is_as_good_becomes_active_and_what_is_ruined_does_not(tmp_path: Pa
     )
 
 
+@pytest.mark.long
 def test_kl_is_measured_against_what_is_active_and_the_start_is_active_first(tmp_path: Path) -> None:
     first = run(tmp_path / "first", promote={"margin": 1.0}, train={"steps": 1, "learning_rate": 1e-2})
     assert first.promoted == PolicyVersion("run", 1)
@@ -72,6 +73,7 @@ def test_kl_is_measured_against_what_is_active_and_the_start_is_active_first(tmp
     assert run(tmp_path / "free", promote=options, **start).promoted == PolicyVersion("run", 2)
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_promotes_what_the_whole_one_does(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"promote": {"against": "active", "margin": 0.3}, "train": {"steps": 3}, "eval": EVAL}
     whole = run_loop(config(tmp_path / "whole", **sections))
@@ -97,6 +99,7 @@ def test_all_versions_of_a_run_share_its_error_and_few_prompts_are_told_of_at_on
     assert "or promote.margin 0.206" in looks[0], "1 - 0.025^(1/16)"
 
 
+@pytest.mark.long
 def test_a_version_that_was_promoted_is_measured_by_other_draws_than_chose_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_version_that_was_promoted_is_measured_by_other_draws_than_chose_it(
     assert {draw for _, draw in draws} == {0}, "nothing is drawn"
 
 
+@pytest.mark.long
 def test_an_interrupt_leaves_the_last_version_its_part_of_the_error_and_more_steps_have_none(tmp_path: Path) -> None:
     """Only the last version was to be judged; Ctrl-C adds one, and 5 % are halved."""
     stop, notes = StopRequest(), io.StringIO()

@@ -23,7 +23,7 @@ from groupwise.store.adapters import AdapterStore
 from groupwise.train.learner import Learner
 from groupwise.types import PolicyVersion
 from running_jobs import Dies, Interrupts, adapter_bytes, config, metrics_of, rollouts_of, sidecars_of
-from slow_cases import slow_but
+from slow_cases import long_case, slow_but
 
 EVALUATED = {
     "eval": {
@@ -95,7 +95,7 @@ def test_a_finished_run_goes_on_for_more_steps(tmp_path: Path) -> None:
     [
         pytest.param(ALL, id="with everything"),
         pytest.param(MIXED, id="a mixture of sources", marks=pytest.mark.slow),
-        pytest.param(STREAMED, id="streams"),
+        long_case(STREAMED, id="streams"),
         pytest.param({**EVALUATED, **KEPT}, id="every version", marks=pytest.mark.slow),
         pytest.param(KEPT, id="without evaluations", marks=pytest.mark.slow),
     ],
@@ -112,7 +112,7 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path, sections: dict) -> None:
     assert sidecars_of(first) == sidecars_of(whole)
 
 
-@pytest.mark.parametrize("where", ["sampling", "training"])
+@pytest.mark.parametrize("where", ["training", long_case("sampling")])
 def test_a_run_whose_gpu_is_lost_says_so_and_goes_on_bit_for_bit(tmp_path: Path, plain: Path, monkeypatch, where: str):
     calls = iter(range(100))
     owner, name = (LocalEngine, "submit") if where == "sampling" else (Learner, "step")
@@ -239,6 +239,7 @@ def test_one_that_was_interrupted_in_its_last_step_is_over(tmp_path: Path) -> No
     assert run_loop(given).run_dir != first.run_dir
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", slow_but({4}, of=(2, 3, 4)))
 def test_what_is_interrupted_is_saved_before_it_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
@@ -268,6 +269,7 @@ def test_what_is_interrupted_is_saved_before_it_is_evaluated(
     assert adapter_bytes(result.run_dir).items() >= adapter_bytes(whole.run_dir).items() != set()
 
 
+@pytest.mark.long
 def test_the_versions_of_a_checkpoint_outlive_an_evaluation_after_it(tmp_path: Path) -> None:
     """A checkpoint after step 3, an evaluation after step 4, and only the newest version is kept besides."""
     evaluated = {"eval": {**EVALUATED["eval"], "every": 4, "best": None}}
@@ -321,6 +323,7 @@ def test_one_that_stopped_early_is_not_trained_on(tmp_path: Path) -> None:
 OVERLAPPED = ({"weight_sync_interval": 3}, {"max_staleness": 2}, {"weight_sync_interval": 0})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rollout", slow_but([{"max_staleness": 2}], of=OVERLAPPED))
 def test_overlapped_every_prompt_is_trained_once(tmp_path: Path, rollout: dict) -> None:
     """64 prompts are an epoch of 16 steps: within six, none may come twice and none of the first be missing."""

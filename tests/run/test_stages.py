@@ -24,6 +24,7 @@ from groupwise.store.checkpoint import read
 from groupwise.store.tracking import read_metrics
 from groupwise.tasks.answers import answer_turns
 from running_jobs import Dies, DiesAfter, adapter_bytes, from_file, metrics_of, rollouts_of
+from slow_cases import long_case
 from wording import raises, wording
 
 ROWS = [
@@ -155,6 +156,7 @@ def texts(evaluation: Evaluation) -> list[str]:
     return [rollout.completion.text for group in evaluation.groups for rollout in group.rollouts]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_stages(file):
     rewards, evaluated = ["running_jobs:says_a"], {"data": {"source": "rows.jsonl"}}
     result = run_loop(file(stages=[STAGE, {**STAGE, "name": "again"}], rewards=rewards, eval=evaluated))
@@ -178,7 +180,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return run_loop(file_in(tmp_path_factory.mktemp("whole"))(stages=TWICE))
 
 
-@pytest.mark.parametrize("after", [2, 3 + 2, 3 + 4 + 2])
+@pytest.mark.parametrize("after", [long_case(2), 3 + 2, long_case(3 + 4 + 2)])
 def test_one_that_dies_in_a_stage_goes_on_there(file, tmp_path: Path, whole: RunResult, after: int):
     config = file(stages=TWICE, resume="auto")
     with pytest.raises(Dies.Now):

@@ -121,7 +121,7 @@ def answers(rollouts: Sequence[Rollout]) -> list[str]:
     return [split_thinking(each.text)[1] for each in whole]
 
 
-@pytest.mark.parametrize("form", slow_but({"regex", "json"}, of=FORMS))
+@pytest.mark.parametrize("form", slow_but({"json"}, of=FORMS, long={"regex"}))
 def test_every_completion_matches_and_is_trained_as_it_was_drawn(settings, form: str):
     asked, pattern = FORMS[form]
     evaluated = {"data": {"source": "code.jsonl", "limit": 3}, "every": 0}

@@ -215,6 +215,7 @@ def test_a_second_ctrl_c_stops_at_once(project: Project):
             pass
 
 
+@pytest.mark.long
 def test_each_goes_on_where_it_was(project: Project):
     each = {"a": ["seed=0"], "b": ["seed=1"]}
     first, _ = trained(swept(project, each, "train.steps=1", "output_dir=runs"))
@@ -319,6 +320,7 @@ def test_the_command_prints_all_runs_and_the_best(project: Project):
     assert [config.seed for config in configs] == [0, 1]
 
 
+@pytest.mark.long
 def test_what_is_over_is_not_trained_again_while_another_run_is_not(project: Project):
     def swept_again() -> dict[str, Path]:
         ran = cli("run", project.config, "--sweep", "seed=0,1", "train.steps=1", "resume=auto", "--json")

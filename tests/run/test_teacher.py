@@ -38,6 +38,7 @@ from groupwise.types import (
 )
 from running_jobs import Dies, adapter_bytes, config, metrics_of, rollouts_of
 from serving import Served, served, starter
+from slow_cases import long_case
 from wording import raises
 
 
@@ -51,7 +52,7 @@ def better(tmp_path_factory: pytest.TempPathFactory) -> str:
 SELF = {"self": True, "loss": "sdpo"}
 
 
-@pytest.mark.parametrize("top_k", [0, 8])
+@pytest.mark.parametrize("top_k", [long_case(0), 8])
 def test_the_policy_becomes_like_its_teacher(tmp_path: Path, better: str, top_k: int):
     """Without any reward: the divergence falls to a part of what it was."""
     teacher = {"adapter": better, "top_k": top_k}

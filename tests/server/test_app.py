@@ -175,6 +175,7 @@ def test_a_model_that_is_not_there_ends_the_process(tmp_path: Path) -> None:
 
 
 # ---- a life ----
+@pytest.mark.long
 def test_a_life(started: Process) -> None:
     """Loading: health only. Ready: everything. SIGTERM: new requests are turned away, a stream ends; exit 0."""
     assert started.said("loading")

@@ -140,6 +140,7 @@ def test_a_version_that_is_as_good_goes_live_and_a_ruined_one_does_not(tmp_path:
         assert server.http.post("/v1/adapters/sums/activate", json={"version": 2}).status_code == 200, "by hand"
 
 
+@pytest.mark.long
 def test_every_look_at_the_prompts_needs_more_and_worn_out_ones_are_told_of_once(tmp_path: Path) -> None:
     gate = {**GATE, "margin": 0.2}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
@@ -222,6 +223,7 @@ def test_losses_within_the_margin_do_not_add_up(tmp_path: Path) -> None:
         assert imitate(server, right, learning_rate=0.0, base="sums@3").unhealthy is None, "the best is what was chosen"
 
 
+@pytest.mark.long
 def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_path: Path) -> None:
     gate = {**GATE, "canary": {"share": 0.5, "margin": 0.5}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
@@ -254,6 +256,7 @@ def test_a_canary_answers_its_share_and_is_rolled_back_if_it_is_rated_worse(tmp_
         assert "canary was rolled back" in str(server.server.store.refused(PolicyVersion("sums", 1)))
 
 
+@pytest.mark.long
 def test_a_canary_outlives_a_restart_and_is_promoted_if_it_is_rated_as_well(tmp_path: Path) -> None:
     gate = {**GATE, "canary": {"share": 0.5, "margin": 0.5}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
@@ -287,6 +290,7 @@ def test_a_trial_that_the_configuration_has_no_more_ends_with_a_word(tmp_path: P
         assert shown(server)["trial"] is None, "it has ended"
 
 
+@pytest.mark.long
 def test_a_canary_counts_on_after_a_kill_and_its_clock_stands_still_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,6 +456,7 @@ def test_a_worse_version_is_refused_by_its_shadow_and_users_see_nothing_of_it(tm
         assert f"groupwise_shadow_tokens_total {tokens}.0" in metrics and "groupwise_shadow_share 0.0" in metrics
 
 
+@pytest.mark.long
 def test_a_shadow_outlives_a_restart_and_an_equal_version_goes_on_to_its_canary_or_live(tmp_path: Path) -> None:
     gate = {**GATE, "shadow": {**SHADOW, "rewards": [], "max_kl": 0.1}}
     with whole(tmp_path / "state", Path("starter"), gate=gate) as server:
@@ -479,6 +484,7 @@ def test_a_shadow_outlives_a_restart_and_an_equal_version_goes_on_to_its_canary_
         assert kinds(server)[-2:] == ["shadow_passed", "promoted"]
 
 
+@pytest.mark.long
 def test_what_a_busy_server_cannot_answer_once_more_is_dropped_and_a_failure_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def api(tmp_path: Path) -> Iterator[Served]:
         yield server
 
 
+@pytest.mark.long
 def test_what_an_address_sends_besides_is_a_batch(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     submit = api.engine.submit

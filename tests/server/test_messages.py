@@ -298,6 +298,7 @@ def test_a_client_that_leaves_frees_the_engine(api: Served, stream: bool) -> Non
     assert api.is_idle_within(30)
 
 
+@pytest.mark.long
 def test_a_deadline_in_a_stream_is_an_error_event(tmp_path) -> None:
     with served(tmp_path / "short", [dialect.router], request_timeout_s=1.5) as slow:
         client = anthropic.Anthropic(base_url=slow.url, api_key="none", max_retries=0)

@@ -30,7 +30,7 @@ def parts_of(stream: Any) -> list[list[tuple[str, str]]]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_but({"kimi", "gpt-oss"}, of=NAMES))
+@pytest.mark.parametrize("name", slow_but({"kimi"}, of=NAMES, long={"gpt-oss"}))
 def test_a_call_is_forced_streamed_and_answered(tmp_path: Path, name: str) -> None:
     tokenizer = copy.deepcopy(starter().tokenizer)
     tokenizer.chat_template = (FAMILIES | OTHERS)[name].source

@@ -222,6 +222,7 @@ def test_the_store_is_bounded() -> None:
     assert small.find("3")
 
 
+@pytest.mark.long
 def test_a_deadline_in_a_stream_is_a_response_that_failed(tmp_path) -> None:
     with served(tmp_path / "short", [dialect.router], request_timeout_s=1.5) as slow:
         client = OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)

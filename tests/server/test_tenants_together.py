@@ -168,6 +168,7 @@ def poison(it: Tenant) -> None:
     assert it.ask("POST", "/v1/train/grpo", {"groups": "[" * 5000}).status_code == 400
 
 
+@pytest.mark.long
 def test_a_healthy_tenant_trains_the_same_bytes_beside_a_poisoned_one(model_dir: Path, tmp_path: Path) -> None:
     found, ended = [], dict[str, list[JobState]]()
     for alone in (True, False):

@@ -270,6 +270,7 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_memory_does_not_grow_with_the_set(tmp_path, suffix):
     """Two passes over 32 MB and over 3 MB in processes of their own: the peak rises by the buffer, not by the set."""

@@ -19,6 +19,7 @@ from groupwise.train.fully_sharded import FullySharded
 from groupwise.train.learner import Learner
 from groupwise.types import Sample
 from rank_pairs import on_ranks
+from slow_cases import long_case
 
 EVERY_LINEAR = LORA.model_copy(update={"targets": ["all-linear"]})
 
@@ -27,7 +28,7 @@ def making(strategy: type[DataParallel], size: int, **options: Any):
     return with_strategy(partial(strategy, context_size=size, **options))
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), long_case(4, 2)])
 def test_ranks_train_what_one_process_trains(make_base, make_samples, ranks: int, size: int) -> None:
     """All verbs of two pairs, each with a share of the batch; steps of one pair, and of four ranks that share two
     key-value heads."""
@@ -49,7 +50,7 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, ranks: int
     [
         pytest.param(DataParallel, None, 2, id="all parameters"),
         pytest.param(FullySharded, LORA, 2, id="fsdp with an adapter"),
-        pytest.param(FullySharded, None, 2, id="fsdp"),
+        long_case(FullySharded, None, 2, id="fsdp"),
         pytest.param(partial(FullySharded, shard_size=2), None, 4, id="hsdp, two pairs", marks=pytest.mark.slow),
     ],
 )

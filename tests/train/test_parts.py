@@ -18,7 +18,7 @@ from groupwise.config.lora import LoraSpec
 from groupwise.model.parts import NotInParts, open_parts
 from groupwise.train.learner import Learner
 from rank_pairs import on_ranks
-from slow_cases import crossed, slow_but
+from slow_cases import crossed, long_case, slow_but
 
 SLOW = (pytest.mark.slow,)
 DENSE = ("qwen3", "llama", "gemma3", "gpt2")  # with experts rounding alone chooses others, in ranks of either kind
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_in_parts_says_why(make_base, tmp_path: Path) -> Non
         read_parts(place)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [None, long_case(torch.bfloat16)])
 def test_a_checkpoint_of_copies_is_read_by_another_number_of_ranks(
     make_base, make_samples, tmp_path: Path, autocast
 ) -> None:
