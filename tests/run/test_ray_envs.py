@@ -99,7 +99,7 @@ class Thread:
     """An `EnvActor` in a thread of its own that can be ended, as a `Worker`."""
 
     def __init__(self) -> None:
-        self.actor, self.alive = EnvActor(), True
+        self.actor, self.alive, self._lock = EnvActor(), True, threading.Lock()
         self._open: list[Future[Any]] = []
         self._asked: list[Coroutine[Any, Any, Any]] = []
         self._loop = asyncio.new_event_loop()
@@ -112,16 +112,18 @@ class Thread:
             answer = getattr(self.actor, method)(*arguments)
             return pickle.loads(pickle.dumps(await answer if asyncio.iscoroutine(answer) else answer))
 
-        if self.alive:
-            self._asked.append(asked())
-            self._open.append(asyncio.run_coroutine_threadsafe(self._asked[-1], self._loop))
-            return self._open[-1]
+        with self._lock:  # no call is lost between the two lists that `end` goes through
+            if self.alive:
+                self._asked.append(asked())
+                self._open.append(asyncio.run_coroutine_threadsafe(self._asked[-1], self._loop))
+                return self._open[-1]
         lost: Future[Any] = Future()
         lost.set_exception(WorkerLost("it was killed"))
         return lost
 
     def end(self) -> None:
-        self.alive = False
+        with self._lock:
+            self.alive = False
         for future in self._open:
             with suppress(Exception):
                 future.set_exception(WorkerLost("it was killed"))
