@@ -17,6 +17,7 @@ import typer
 from cli_project import cli
 from groupwise.cli.init import NEXT, TEMPLATES
 from groupwise.cli.main import app
+from slow_cases import long_case
 from wording import wording
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def judge() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "template", ["arithmetic", "images", pytest.param("tool-env", marks=pytest.mark.slow), "judge"]
+    "template", ["arithmetic", long_case("images"), pytest.param("tool-env", marks=pytest.mark.slow), "judge"]
 )
 def test_a_template_is_checked_and_trains(template, judge, monkeypatch):
     written = cli("init", "mine", "--from", template)

@@ -138,6 +138,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 def test_all_parameters_are_trained_and_go_on_bit_for_bit(tmp_path: Path, model: Path) -> None:
     """The tower's with them, against a reference with a tower of its own; what is exported sees the same."""
     for name in ("whole", "cut"):
@@ -189,8 +190,10 @@ def test_where_it_cannot_be_trained_it_is_refused(tmp_path: Path, model: Path, s
     [
         {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4}}},
         long_case({"train": {"steps": 3, "learning_rate": 1e-3, "lora": None, "parameters": "all"}}),
-        {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4, "targets": ["vision", "projector"]}}}
-        | {"vllm": {"push": "merged"}},
+        long_case(
+            {"train": {"steps": 3, "learning_rate": 1e-2, "lora": {"rank": 4, "targets": ["vision", "projector"]}}}
+            | {"vllm": {"push": "merged"}}
+        ),
     ],
     ids=["adapter", "all", "merged"],
 )

@@ -13,6 +13,7 @@ from groupwise.run.loop import run_loop
 from groupwise.store.tracking import read_metrics, read_rollouts
 from groupwise.types import Completion
 from running_jobs import config
+from slow_cases import long_case
 from wording import raises
 
 LONG = {"prompts_per_step": 2, "group_size": 4, "max_tokens": 60, "batch_rows": 6, "max_staleness": 3}
@@ -37,7 +38,7 @@ def completions_of(run_dir: Path, steps: int) -> list[tuple[int, Completion]]:
     ]
 
 
-@pytest.mark.parametrize("cache", ["keep", "recompute"])
+@pytest.mark.parametrize("cache", ["keep", long_case("recompute")])
 def test_every_token_has_the_version_that_drew_it(tmp_path: Path, cache: str):
     result = run_loop(in_flight(tmp_path, in_flight_cache=cache))
     said = completions_of(result.run_dir, 8)

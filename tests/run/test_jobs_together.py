@@ -152,6 +152,7 @@ def left_alone(base, tmp_path_factory) -> dict[str, dict[str, Any]]:
     return alone(base, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.long
 def test_a_neighbour_that_destroys_its_policy_changes_nothing(place, left_alone, monkeypatch):
     bad = beside_a_bad_one(place, {"learning_rate": 1.0, "max_grad_norm": 1e30, "checkpoint_interval": 1}, monkeypatch)
     assert bad.version == "bad@1" and bad.unhealthy

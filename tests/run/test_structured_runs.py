@@ -25,7 +25,7 @@ from groupwise.run.plan import make_plan
 from groupwise.store.tracking import read_metrics
 from groupwise.types import FinishReason, Rollout
 from running_jobs import groups_of, two_steps
-from slow_cases import slow_but
+from slow_cases import long_case, slow_but
 from wording import raises
 
 CODE = '''
@@ -145,7 +145,7 @@ def test_of_plain_text_all_that_is_said_matches(settings):
     assert_on_policy(result.run_dir)
 
 
-@pytest.mark.parametrize("tools", [(), ("calculator",)])
+@pytest.mark.parametrize("tools", [(), long_case(("calculator",))])
 def test_in_an_environment_every_turn_is_an_answer_or_a_call(settings, tools):
     """Calls are kept to their own form; they need not be what an answer is."""
     env = {"environment": "my_code:Asks", "args": {"tools": list(tools)}, "workers": 0}

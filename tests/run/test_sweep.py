@@ -26,6 +26,7 @@ from groupwise.store.rundir import owned
 from groupwise.store.tracking import read_metrics
 from groupwise.train.processor_turns import ProcessorTurns
 from groupwise.train.together import JointPasses
+from slow_cases import long_case
 from wording import raises, wording
 
 INTERRUPTS = """
@@ -145,7 +146,7 @@ def test_no_more_threads_compute_at_a_time_than_there_are_for_one_run(
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, long_case(2)])
 def test_each_run_leaves_what_it_leaves_alone(project: Project, number: int, monkeypatch: pytest.MonkeyPatch):
     """Although they train small micro-batches together."""
     places: list[JointPasses] = []

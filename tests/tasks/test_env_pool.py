@@ -115,7 +115,7 @@ WRONG = {
 
 
 @linux
-@pytest.mark.parametrize("name", slow_but({"crash", "loop", "raise"}, of=WRONG))
+@pytest.mark.parametrize("name", slow_but({"crash", "raise"}, of=WRONG, long={"loop"}))
 def test_it_costs_its_own_episode_and_no_other(rollouts: Play, name: str) -> None:
     """The others, which were in the same process, are what they are without it."""
     kind, cause = WRONG[name]

@@ -18,7 +18,7 @@ from groupwise.config.lora import LoraSpec
 from groupwise.model.parts import NotInParts, open_parts
 from groupwise.train.learner import Learner
 from rank_pairs import on_ranks
-from slow_cases import crossed, long_case, slow_but
+from slow_cases import long_case, slow_but
 
 SLOW = (pytest.mark.slow,)
 DENSE = ("qwen3", "llama", "gemma3", "gpt2")  # with experts rounding alone chooses others, in ranks of either kind
@@ -59,7 +59,10 @@ def test_ranks_train_what_one_process_trains(make_base, make_samples, tmp_path: 
         assert 0.3 < held[0] / held[1] < 0.7
 
 
-@pytest.mark.parametrize(("lora", "shard_size"), crossed((None, LORA), (2, 4), quick=lambda lora, size: size == 2))
+@pytest.mark.parametrize(
+    ("lora", "shard_size"),
+    [long_case(None, 2), (LORA, 2), *(pytest.param(lora, 4, marks=pytest.mark.slow) for lora in (None, LORA))],
+)
 def test_copies_of_the_parts_in_groups_of_ranks(
     make_base, make_samples, tmp_path: Path, lora: LoraSpec | None, shard_size: int
 ) -> None:

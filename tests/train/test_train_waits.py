@@ -16,6 +16,7 @@ from groupwise.engine.local import LocalEngine
 from groupwise.train.learner import Learner
 from groupwise.train.lora import lora_tensors
 from groupwise.types import PolicyVersion, Sample
+from slow_cases import long_case
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
@@ -42,7 +43,7 @@ def batch() -> list[Sample]:
     ]
 
 
-@pytest.mark.parametrize("spec", ["grpo", "gspo", pytest.param("cispo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spec", ["grpo", long_case("gspo"), pytest.param("cispo", marks=pytest.mark.slow)])
 def test_a_training_step_waits_once_for_each_part(make_base, spec: str):
     gpu, loss = SimulatedGpu(), resolve_loss(spec)
     mine = {}
