@@ -14,6 +14,9 @@ VENV   := .venv
 # two test processes more than there are cores: some tests wait for processes and deadlines
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
+# pip compiles what it installs on one core; here all do
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+COMPILE := -$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 
 .PHONY: demo test long lint types suite compiled wording docs bench gpu vllm ui clean
 
@@ -73,12 +76,14 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "groupwise needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable .
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(INSTALL) --editable ".[dev]"
+	$(COMPILE)
 	@touch $@
 
 clean:

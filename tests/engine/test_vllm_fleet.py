@@ -155,6 +155,7 @@ def test_one_that_answers_nothing_is_not_started_for_ever(start) -> None:
     assert len(place.lives) == STARTS + 1
 
 
+@pytest.mark.long
 def test_one_that_answers_may_be_lost_more_often(start) -> None:
     engine, (place,) = start(1)
     for _ in range(STARTS + 1):

@@ -31,6 +31,7 @@ from groupwise.rewards.code import (
 from groupwise.rewards.code_harness import decode, encode
 from groupwise.rewards.sandbox import Isolation, SandboxError
 from processes import descendants
+from slow_cases import long_case
 from wording import raises
 
 DOUBLE = [{"input": 1, "output": 2}, {"input": 5, "expected": 10}, {"input": "ab", "output": "abab"}]
@@ -202,7 +203,7 @@ def test_scripts_that_read_and_print():
     assert execute(right + "\nraise SystemExit(1)", cases=cases, form="stdin") == [0.0]
 
 
-@pytest.mark.parametrize("form", ["call", "stdin"])
+@pytest.mark.parametrize("form", ["call", long_case("stdin")])
 def test_what_hangs_fails_in_time_and_alone(form):
     cases = DOUBLE if form == "call" else [{"input": "2", "output": "4"}]
     right = RIGHT if form == "call" else "print(2 * int(input()))"

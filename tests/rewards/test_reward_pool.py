@@ -287,7 +287,7 @@ WRONGS = {
 }
 
 
-@pytest.mark.parametrize("function", slow_but({"by_kind"}, of=("by_kind", "by_kind_async")))
+@pytest.mark.parametrize("function", slow_but((), of=("by_kind", "by_kind_async"), long={"by_kind"}))
 def test_only_the_group_that_does_it_fails(function, pool_of):
     pool, log = pool_of(function, timeout_s=0.75), RewardLog()
     bad = [group("a", "b", id=kind, kind=kind) for kind in WRONGS]

@@ -27,6 +27,7 @@ from groupwise.rewards.sandbox import (
     run_python,
 )
 from processes import becomes, descendants, many_files, running
+from slow_cases import long_case
 from wording import raises
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks things up in /proc")
@@ -157,7 +158,11 @@ def test_its_directory_is_empty_its_own_and_removed(level):
     ("code", "limits", "status"),
     [
         ("import time; time.sleep(60)", Limits(wall_s=0.5), "timeout"),
-        ("import signal as s; s.signal(s.SIGXCPU, s.SIG_IGN)\nwhile True: pass", Limits(wall_s=30, cpu_s=1), "timeout"),
+        long_case(
+            "import signal as s; s.signal(s.SIGXCPU, s.SIG_IGN)\nwhile True: pass",
+            Limits(wall_s=30, cpu_s=1),
+            "timeout",
+        ),
         ("x = ' ' * (1 << 34)", QUICK, "memory"),
         ("while True: print('x' * 10000)", Limits(output_bytes=50_000), "output"),
         ("import sys\nwhile True: print('x' * 10000, file=sys.stderr)", Limits(output_bytes=50_000), "output"),

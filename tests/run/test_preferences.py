@@ -53,6 +53,7 @@ def test_what_is_chosen_gains_on_what_is_rejected(file):
     assert {"prompt": asked[-1], "chosen": kept[0], "rejected": kept[1]} in PAIRS
 
 
+@pytest.mark.long
 def test_one_that_dies_goes_on_to_the_same_bytes(file, tmp_path: Path):
     whole = run_loop(file(output_dir=str(tmp_path / "whole")))
     config = file(resume="auto")

@@ -339,7 +339,7 @@ def test_overlapped_every_prompt_is_trained_once(tmp_path: Path, rollout: dict) 
 IN_FLIGHT = {"max_staleness": 2, "in_flight_updates": True}
 
 
-@pytest.mark.parametrize("rollout", slow_but([IN_FLIGHT], of=({"max_staleness": 2}, IN_FLIGHT)))
+@pytest.mark.parametrize("rollout", slow_but([], of=({"max_staleness": 2}, IN_FLIGHT), long=[IN_FLIGHT]))
 def test_groups_that_were_under_way_are_replayed(tmp_path: Path, mixture: dict, rollout: dict) -> None:
     """Overlapped, what was being sampled when the run died is sampled again, and trained with its experts."""
     sections = {

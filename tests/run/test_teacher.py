@@ -259,7 +259,7 @@ ON_POLICY = {"replay": {"size": 8, "share": 0.5}, "refill": 2.0}
         pytest.param({"top_k": 0}, ON_POLICY, marks=pytest.mark.slow),
         pytest.param({"top_k": 4, "divergence": "forward"}, {}, marks=pytest.mark.slow),
         ({**SELF, "context": "answer"}, ON_POLICY),
-        ({"loss": "sft", "completions": 2}, {}),
+        long_case({"loss": "sft", "completions": 2}, {}),
         pytest.param({"loss": "sft", "reward_weight": 0.0}, {}, marks=pytest.mark.slow),
     ],
     ids=["sampled", "top_k", "self", "sft beside rewards", "sft alone"],

@@ -178,6 +178,7 @@ def test_what_passed_on_the_prompts_has_to_pass_on_those_that_confirm(tmp_path: 
         whole(tmp_path / "other", Path("starter"), gate={**GATE, "confirm": GATE["prompts"]}).__enter__()
 
 
+@pytest.mark.long
 def test_what_a_version_says_to_prompts_that_were_rated_has_bounds_of_its_own(tmp_path: Path) -> None:
     """Rated prompts are answered otherwise than before, and held-out ones as before."""
     learn = {"adapter": "sums", "after": 4, "max_tokens": 8, "scoring": {"workers": 0}}

@@ -355,6 +355,7 @@ def test_who_sends_what_explodes_is_told_to_wait(client: OpenAI, api: Served, mo
     assert whole(ask(client, extra=PLAIN | {"guided_choice": ["a new one"]}))
 
 
+@pytest.mark.long
 def test_what_takes_long_to_compile_holds_up_nobody_and_ends(
     client: OpenAI, api: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_each_token_that_was_sampled_is_trained_once_where_it_was_sampled(group,
     assert said == {logprob for _, completion in recorder.turns for logprob in completion.logprobs}
 
 
+@pytest.mark.long
 def test_what_is_shown_again_is_context_and_the_summary_is_trained(group, starter):
     (rollout, _) = group.rollouts
     samples = samples_of([RolloutGroup(prompt=group.prompt, rollouts=(replace(rollout, advantage=1.0),))])

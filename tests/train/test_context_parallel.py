@@ -28,7 +28,7 @@ def making(strategy: type[DataParallel], size: int, **options: Any):
     return with_strategy(partial(strategy, context_size=size, **options))
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 4), long_case(4, 2)])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), long_case(4, 4), long_case(4, 2)])
 def test_ranks_train_what_one_process_trains(make_base, make_samples, ranks: int, size: int) -> None:
     """All verbs of two pairs, each with a share of the batch; steps of one pair, and of four ranks that share two
     key-value heads."""
