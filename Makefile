@@ -16,7 +16,7 @@ TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
 # pip compiles what it installs on one core; here all do
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-COMPILE := -$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages bring templates that are no Python
 
 .PHONY: demo test long lint types suite compiled wording docs bench gpu vllm ui clean
 
