@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +173,93 @@ def test_a_server_behind_a_url(script: Path) -> None:
             close_mcp()
         finally:
             process.terminate()
+
+
+class Sessions(ThreadingHTTPServer):
+    """A server of the protocol's version 2025-06-18, of which each client has a session."""
+
+    daemon_threads = True
+
+    def __init__(self, unknown: tuple[int, dict[str, Any] | None]):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.unknown, self.known, self.called, self.ends = unknown, set[str](), threading.Event(), threading.Event()
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Sessions
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def answer(self, status: int, said: dict[str, Any] | None = None, **headers: str) -> None:
+        content = b"" if said is None else json.dumps(said).encode()
+        self.send_response(status)
+        kind = {} if said is None else {"content-type": "application/json"}
+        for name, value in {**kind, "content-length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        self.answer(405)
+
+    def do_DELETE(self) -> None:
+        self.answer(200)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        method, session = asked.get("method"), self.headers.get("mcp-session-id")
+        told: dict[str, Any] = {"jsonrpc": "2.0", "id": asked.get("id")}
+        if method == "initialize":
+            self.server.known.add(session := f"session-{len(self.server.known)}")
+            about = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+            about["serverInfo"] = {"name": "notes", "version": "1"}
+            self.answer(200, told | {"result": about}, **{"mcp-session-id": session})
+        elif method not in ("notifications/initialized", "tools/list", "tools/call"):
+            self.answer(200, told | {"error": {"code": -32601, "message": "Method not found"}})
+        elif session not in self.server.known:
+            status, error = self.server.unknown
+            self.answer(status, None if error is None else told | {"error": error})
+        elif method == "tools/list":
+            takes = {"type": "object", "properties": {}}
+            listed = [{"name": name, "inputSchema": takes} for name in ("note", "hang")]
+            self.answer(200, told | {"result": {"tools": listed}})
+        elif method == "tools/call":
+            if asked["params"]["name"] == "hang":
+                self.server.called.set()
+                self.server.ends.wait(20)
+            self.answer(200, told | {"result": {"content": [{"type": "text", "text": session}]}})
+        else:
+            self.answer(202)
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        (404, None),
+        (404, {"code": -32001, "message": "Session not found"}),
+        (400, {"code": -32000, "message": "Bad Request: No valid session ID provided"}),
+    ],
+)
+def test_a_session_that_the_server_has_ended_is_followed_by_another(unknown: tuple[int, dict[str, Any] | None]) -> None:
+    """As it is after a restart, or when nothing was asked for half an hour; a call under way ends, too."""
+    with Sessions(unknown) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        box = mcp_tools(url=f"http://127.0.0.1:{server.server_port}/mcp", time_limit_s=15)
+        assert answer(box, "note") == "session-0"
+        try:
+            with ThreadPoolExecutor(1) as others:
+                waits = others.submit(answer, box, "hang")
+                assert server.called.wait(10)
+                server.known = {"session-"}
+                assert answer(box, "note").endswith("is lost")
+                assert waits.result().endswith("is lost")
+            assert answer(box, "note") == "session-1"
+        finally:
+            server.ends.set()
+            close_mcp()
+            server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,6 +21,8 @@ from wording import raises
 OPPONENT = '''
 import random
 import re
+import threading
+import time
 
 
 class Anywhere:
@@ -31,6 +34,16 @@ class Anywhere:
 
 def first_free(observation):
     return re.findall(r"\\[\\d\\]", observation.rpartition("Available Moves")[2])[0]
+
+
+both, asked = threading.Barrier(2, timeout=5), []
+
+
+def remote(observation):
+    """Takes its time, and from the second move on as long as until another episode asks it, too."""
+    asked.append(1)
+    time.sleep(0.3) if len(asked) == 1 else both.wait()
+    return first_free(observation)
 '''
 
 
@@ -124,6 +137,17 @@ def test_a_random_opponent_plays_the_same_for_a_seed(tmp_path):
 
     games = [game(seed) for seed in (1, 1, 2, 3)]
     assert games[0] == games[1] and len({str(each) for each in games}) > 1
+
+
+def test_episodes_do_not_wait_for_each_others_slow_opponent(tmp_path):
+    """As a model behind an API is, whose answers take seconds: with 64 episodes a turn took minutes."""
+    games = [tic_tac_toe(tmp_path, "remote") for _ in range(2)]
+    for game in games:
+        game.reset({"seed": 1}, 0)
+    assert "[Player 1]" in heard(games[0].step(say("[4]")))
+    with ThreadPoolExecutor() as threads:
+        answers = [threads.submit(game.step, say(move)) for game, move in zip(games, ("[2]", "[4]"), strict=True)]
+        assert ["[Player 1]" in heard(each.result()) for each in answers] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
-"""Without a version of `verifiers` that the adapter knows, what it says names the versions that it does."""
+"""What the adapters do without `verifiers`: name the versions that they know, and wait for tools that tasks share."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -46,3 +50,49 @@ def test_one_without_such_environments(tmp_path, monkeypatch, environment):
             VerifiersAgent(environment)
     finally:
         sys.modules.pop("verifiers", None)
+
+
+class Shared:
+    """An environment whose tasks share tool servers, as `TasksetAgent` uses it; the first start fails."""
+
+    def __init__(self) -> None:
+        self.taskset = self
+        self.config, self.starts, self.serves = None, 0, asyncio.Event()
+
+    def toolsets(self, config: Any) -> list[str]:
+        return ["search"]
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        self.starts += 1
+        await asyncio.sleep(0)
+        if self.starts == 1:
+            raise OSError("the port is in use")
+        self.serves.set()
+        yield
+        self.serves.clear()
+
+
+def test_every_episode_waits_for_the_tools_that_tasks_share() -> None:
+    """Only the first did; the others played without them, and went on to when their start failed."""
+    agent: Any = object.__new__(TasksetAgent)
+    agent._serving = {}
+
+    async def episode(env: Shared) -> bool:
+        await agent._shared_tools(env)
+        return env.serves.is_set()
+
+    async def episodes(env: Shared) -> tuple[list[Any], list[Any]]:
+        failed = await asyncio.gather(*(episode(env) for _ in range(3)), return_exceptions=True)
+        given_up = asyncio.create_task(episode(env))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return failed, await asyncio.gather(*(episode(env) for _ in range(3)))
+
+    env = Shared()
+    failed, served = asyncio.run(episodes(env))
+    assert [type(each) for each in failed] == [OSError] * 3
+    assert served == [True] * 3 and env.starts == 2
+    again = Shared()
+    again.starts, agent._serving = 1, {id(again): agent._serving[id(env)]}  # held in a loop that has ended
+    assert asyncio.run(episode(again)) and again.starts == 2

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import re
 import shlex
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -38,7 +39,14 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 25.0  # both below env.step_timeout_s (30), which ends the episode and says nothing of the server
 CALL_LIMIT_S = 20.0  # a call that takes longer costs only itself: the policy reads the error and may go on
+GIVE_UP_S = 2.0  # for the calls that are under way when a connection ends
 LISTED_PAGES = 100  # of a server's list of tools
+NO_CONNECTION = re.compile(
+    r"connection closed|session (terminated|not found|expired)|(no valid|invalid|missing|unknown) session",
+    re.IGNORECASE,
+)
+"""What clients and servers say where there is no connection, or where a server has no such session (any more): it was
+started again, or has ended a session that was idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +141,12 @@ class McpConnection:
         atexit.unregister(self.close)
         if self._loop.is_closed():
             return
-        try:
-            self._loop.call_soon_threadsafe(self._stop.set)
-        except RuntimeError:  # it closed meanwhile
-            return
+        self._end()
         self._thread.join(timeout=10)
+
+    def _end(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     @property
     def closed(self) -> bool:
@@ -149,13 +158,19 @@ class McpConnection:
         if client is None or self.closed:
             raise ToolError(f"the MCP server {self.address} is gone")
         future = asyncio.run_coroutine_threadsafe(client.call_tool(name, arguments), self._loop)
+        lost = f"the connection to the MCP server {self.address} is lost"
         try:
             result = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the caller waits no longer
+                raise
+            raise ToolError(lost) from None
         except Exception as error:
             if _lost(error):
                 self._lost = True
-                self._loop.call_soon_threadsafe(self._stop.set)
-                raise ToolError(f"the connection to the MCP server {self.address} is lost") from error
+                self._end()
+                raise ToolError(lost) from error
             raise
         content = _content_of(result)
         if result.is_error:
@@ -171,7 +186,15 @@ class McpConnection:
                     self._ready.set_exception(self._start_error(error, start_limit_s, stderr))
             finally:
                 self._client = None
+                self._give_up_calls()
                 self._loop.close()
+
+    def _give_up_calls(self) -> None:
+        """End the calls that are under way, which would be waited for without an answer."""
+        if calls := asyncio.all_tasks(self._loop):
+            for call in calls:
+                call.cancel()
+            self._loop.run_until_complete(asyncio.wait(calls, timeout=GIVE_UP_S))
 
     async def _hold(self, start_limit_s: float, stderr: IO[str]) -> None:
         """Connect, list the tools, and keep the connection; in one task, as its cancel scopes want it."""
@@ -283,7 +306,7 @@ def _lost(error: Exception) -> bool:
     from mcp import MCPError
 
     if isinstance(error, MCPError):
-        return "connection closed" in error.message.lower()
+        return NO_CONNECTION.search(error.message) is not None
     return isinstance(error, BrokenResourceError | ClosedResourceError | httpx2.TransportError)
 
 

@@ -14,7 +14,9 @@ Other players are an `opponent`: a function from the text that such a player has
 of NLTK (`python -m nltk.downloader words averaged_perceptron_tagger_eng`).
 
 Games draw from the global generators of `random` and NumPy. Each episode has its own states of these, which are put
-in place while the game computes, so that episodes of one process do not disturb each other and a seed is one game.
+in place while the game computes, so that episodes of one process do not disturb each other and a seed is one game. One
+episode computes at a time, therefore; an opponent that takes its time and draws nothing, such as a model behind an API,
+is asked by all of them at once.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import importlib.util
 import inspect
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +40,9 @@ from groupwise.tasks.env_loading import load_once
 from groupwise.types import Message
 
 HELD_OUT = 1 << 30  # the seeds of evaluation begin here
+SLOW_S = 0.25  # a move of an opponent that is worth not to be waited for by other episodes
 _DRAWING = threading.Lock()  # the global generators are the process's
+_asked_freely: set[str] = set()  # opponents that took longer, and drew nothing from them
 
 
 class TextArenaGame:
@@ -76,6 +81,7 @@ class TextArenaGame:
             raise ConfigError(f"env.args.seat is {seat}; the players are 0 to {self._players - 1}")
         self._name, self._episodes, self._eval_episodes, self._seat = game, episodes, eval_episodes, seat
         self._opponent = None if opponent is None else _agent(opponent, folder)
+        self._opponent_name = f"{folder}:{opponent}"
         self._states = _Generators()
         with self._states.in_place():
             self._game = _made(game, options)
@@ -131,11 +137,21 @@ class TextArenaGame:
             if player == self._seat:
                 return text or "Your turn."
             self._heard[player] = f"{self._heard.get(player, '')}\n{text}".strip()
-            assert self._opponent is not None  # else there is one player
-            with self._states.in_place():
-                action = self._opponent(self._heard[player])
-            self._move(str(action))
+            self._move(self._others_move(self._heard[player]))
         return None
+
+    def _others_move(self, heard: str) -> str:
+        """Return the opponent's move."""
+        assert self._opponent is not None  # else there is one player
+        if self._opponent_name not in _asked_freely:
+            with self._states.in_place():
+                if self._opponent_name not in _asked_freely:  # which may have become known while this waited
+                    before, began = self._states.now(), time.monotonic()
+                    action = str(self._opponent(heard))
+                    if time.monotonic() - began > SLOW_S and self._states.now() == before:
+                        _asked_freely.add(self._opponent_name)
+                    return action
+        return str(self._opponent(heard))
 
     def _text(self, player: int, seen: Any) -> str:
         """Return observations (sender, text, kind) as one text, without the player's own moves."""
@@ -152,6 +168,12 @@ class _Generators:
 
     def __init__(self) -> None:
         self._own = random.Random(0).getstate(), numpy.random.RandomState(0).get_state()
+
+    @staticmethod
+    def now() -> tuple[Any, bytes]:
+        """Return the global generators' states, to be compared."""
+        kind, keys, *rest = numpy.random.get_state(legacy=True)
+        return (random.getstate(), kind, *rest), keys.tobytes()
 
     @contextmanager
     def in_place(self, *, seed: int | None = None) -> Iterator[None]:

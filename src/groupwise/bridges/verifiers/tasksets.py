@@ -27,6 +27,7 @@ import math
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class TasksetAgent:
             self._envs[EVAL] = self._environment(_merged(config or {}, eval_config))
         self._show_folder()
         self._tasks: dict[str, list[Any]] = {}
-        self._serving: dict[int, asyncio.Task[None]] = {}  # by environment: what holds its shared tools
+        self._serving: dict[int, _Serving] = {}  # by environment: its shared tools
 
     def cases(self) -> list[dict[str, Any]]:
         """Return the taskset's tasks: their data, with the number by which they are found again."""
@@ -145,23 +146,36 @@ class TasksetAgent:
         ]
 
     async def _shared_tools(self, env: Any) -> None:
-        """Tool servers that all tasks of a taskset share run until the event loop ends; most tasksets have none."""
-        if id(env) in self._serving or not env.taskset.toolsets(env.taskset.config):
+        """Wait for the tool servers that all tasks of a taskset share, which run until the event loop ends; most
+        tasksets have none. The first episode starts them, and where that fails the next one does."""
+        if not env.taskset.toolsets(env.taskset.config):
             return
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        held = self._serving.get(id(env))
+        if held is None or held.task.done() or held.task.get_loop() is not loop:
+            ready: asyncio.Future[None] = loop.create_future()
+            held = self._serving[id(env)] = _Serving(loop.create_task(_serve(env, ready)), ready)
+        await asyncio.shield(held.ready)  # an episode that is given up ends nothing that others use
 
-        async def hold() -> None:
-            try:
-                async with env.serving():
-                    ready.set_result(None)
-                    await asyncio.Event().wait()
-            except Exception as error:
-                if ready.done():
-                    raise
-                ready.set_exception(error)
 
-        self._serving[id(env)] = asyncio.get_running_loop().create_task(hold())
-        await ready
+@dataclass(frozen=True)
+class _Serving:
+    """What holds the tool servers that tasks share; `ready` when they answer, or with the error of their start."""
+
+    task: asyncio.Task[None]
+    ready: asyncio.Future[None]
+
+
+async def _serve(env: Any, ready: asyncio.Future[None]) -> None:
+    """Hold the shared tool servers of an environment."""
+    try:
+        async with env.serving():
+            ready.set_result(None)
+            await asyncio.Event().wait()
+    except Exception as error:
+        if ready.done():
+            raise
+        ready.set_exception(error)
 
 
 def _loaders() -> Any:
