@@ -17,7 +17,9 @@ from groupwise.config.engine import VllmConfig
 from groupwise.engine.vllm import colocate
 from groupwise.engine.vllm.client import sampling_body
 from groupwise.engine.vllm.server import Shape
+from groupwise.errors import EngineError
 from groupwise.types import SamplingParams
+from wording import raises
 
 SHAPE = Shape(model="m", dtype="bfloat16", context_length=64, rank=8, targets=("q_proj",), rows=4)
 
@@ -27,6 +29,7 @@ class StandIn:
 
     def __init__(self, told: list[str], go: threading.Event, **options: Any):
         self.told, self.go, self.llm_engine, self._number = told, go, self, ""
+        self.model_config = SimpleNamespace(max_model_len=64)
         self.slept = options["enable_sleep_mode"]
 
     def sleep(self, level: int) -> None:
@@ -38,6 +41,9 @@ class StandIn:
     def add_request(self, number: str, *args: Any, **options: Any) -> None:
         self._number = number
         self.told.append("request")
+
+    def abort_request(self, numbers: list[str]) -> None:
+        self.told.append("abort")
 
     def step(self) -> list[Any]:
         if not self.go.wait(0.01):
@@ -52,6 +58,7 @@ class StandIn:
 def told(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], threading.Event]:
     said, go = list[str](), threading.Event()
     vllm: Any = ModuleType("vllm")
+    vllm.__version__ = "0.32.0"
     vllm.LLM = lambda **options: StandIn(said, go, **options)
     vllm.SamplingParams = lambda **options: options
     vllm.sampling_params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=1))
@@ -80,6 +87,61 @@ def test_it_sleeps_when_training_begins_and_not_while_something_is_sampled(told)
         assert (await asked)[0].token_ids == (7,)
         await engine.rest()
         assert said == ["sleep 1", "wake", "request", "done", "sleep 1"]
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("when", ["before its turn", "at its turn"])
+def test_a_request_that_is_given_up_ends_itself_alone(told, when: str) -> None:
+    """Its turn comes between two steps of the engine, which others wait for."""
+    said, go = told
+    body = sampling_body((1, 2), SamplingParams(max_tokens=1), n=1, max_tokens=1, seed=0, eos_ids=())
+
+    async def run() -> None:
+        engine = colocate.InProcess(VllmConfig(mode="colocate", sleep=True), SHAPE)
+        begun, held = threading.Event(), threading.Event()
+
+        def hold(*args: Any, **options: Any) -> None:
+            begun.set()
+            held.wait(20)
+
+        await engine.facts()
+        blocking = asyncio.create_task(engine._do(hold))
+        if when == "at its turn":
+            blocking.cancel()
+            engine._llm.add_request = hold
+        given_up = asyncio.create_task(engine.complete("base", body))
+        await asyncio.to_thread(begun.wait, 20)
+        given_up.cancel()
+        await asyncio.sleep(0)
+        held.set()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert said == (["abort"] if when == "at its turn" else [])
+        engine._llm.__dict__.pop("add_request", None)
+        go.set()
+        assert (await engine.complete("base", body))[0].token_ids == (7,)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_refused_keeps_nothing_awake(told, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = told
+    body = sampling_body((1, 2), SamplingParams(max_tokens=1), n=1, max_tokens=1, seed=0, eos_ids=())
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ValueError("the prompt is too long")
+
+    async def run() -> None:
+        engine = colocate.InProcess(VllmConfig(mode="colocate", sleep=True), SHAPE)
+        with monkeypatch.context() as patch:
+            patch.setattr(StandIn, "add_request", refuse)
+            with raises(EngineError):
+                await engine.complete("base", body)
+        await engine.rest()
+        assert said == ["sleep 1"]
         await engine.close()
 
     asyncio.run(run())

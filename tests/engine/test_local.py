@@ -409,6 +409,14 @@ def test_nothing_ends_a_completion_before_min_tokens(open_engine, make_base):
     assert any(completion.finish_reason is FinishReason.STOP for completion in late)
 
 
+def test_stop_ids_that_the_model_does_not_have_ban_nothing_before_min_tokens(open_engine):
+    """A client may give any: the rows that are decoded with its own are not to fail for it."""
+    engine = open_engine()
+    alone, usual = request(), request((4, 5), min_tokens=3, ignore_eos=False, stop_ids=(7,))
+    odd = replace(usual, params=replace(usual.params, stop_ids=(7, 1 << 20, -1)))
+    assert engine.generate([alone, odd]) == engine.generate([alone, usual])
+
+
 def test_a_stop_string_before_min_tokens_stops_nothing(open_engine, make_base):
     engine, tokenizer = open_engine(), make_base().tokenizer
     run = engine.generate([request(n=64, max_tokens=24)])[0]
@@ -446,6 +454,9 @@ def test_what_of_a_prompt_was_known_is_counted(open_engine):
         (request((1, -1)), ModelError),
         (request(n=0), ConfigError),
         (request(version=FIRST), AdapterNotFoundError),
+        (request(logit_bias=((280, 1.0),)), ConfigError),
+        (request(logit_bias=((-1, 1.0),)), ConfigError),
+        (request(top_logprobs=1000), ConfigError),
     ],
 )
 def test_requests_that_cannot_be_served(open_engine, asked, error):

@@ -197,6 +197,20 @@ def test_a_stream_that_is_cut_after_its_last_token_is_whole(attach, peer, tokeni
     assert group == whole and heard.ids() == whole[0].token_ids and len(peer.seen) == requests + 1
 
 
+@pytest.mark.parametrize("cut", [4, 5])
+def test_a_stop_string_that_is_begun_when_a_server_is_lost_ends_the_completion(attach, peer, tokenizer, cut):
+    """The next server samples only its end."""
+    engine = attach(peer, recovery_timeout_s=20.0)
+    free = streamed(engine, request(temperature=0.0, max_tokens=9))[1][0]
+    asked = request(temperature=0.0, max_tokens=40, stop=(tokenizer.decode(free.token_ids[:6]),))
+    whole = engine.generate([asked])[0]
+    assert len(whole[0].token_ids) == 6 and whole[0].finish_reason == "stop"
+    peer.faults.cut_stream = cut
+    heard, group = streamed(engine, asked)
+    assert [each.token_ids for each in group] == [whole[0].token_ids] == [heard.ids()]
+    assert (group[0].text, group[0].finish_reason) == (whole[0].text, "stop")
+
+
 def test_a_cancelled_stream_is_given_up_at_the_server(attach, peer):
     engine = attach(peer)
     heard = Heard()

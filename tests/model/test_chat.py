@@ -1,9 +1,11 @@
 """Messages <-> token ids: masks for several templates, content that tries to forge a turn, completions, tool calls."""
 
+import json
 import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -266,6 +268,25 @@ def test_special_text_in_content_stays_text(name, parts):
     ids = encode_prompt(chat_prompt(user(content)), tokenizer).token_ids
     assert specials(ids) == specials(encode_prompt(chat_prompt(user("harmless")), tokenizer).token_ids)
     assert content in STARTER.decode(ids)  # not a character of it is changed
+
+
+def called(arguments: object) -> Prompt:
+    """A conversation in which a tool was called so."""
+    call = {"id": "call_0", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    asked: list = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return Prompt(id="", messages=(*asked, {"role": "tool", "tool_call_id": "call_0", "content": "3"}))
+
+
+def test_what_is_nested_without_end_is_a_chat_error_or_text():
+    """A client may send it, and it is read and written again by what calls itself."""
+    deep = '{"x": ' + "[" * 900 + "]" * 900 + "}"
+    with raises(ChatError):
+        encode_prompt(called(deep), STARTER)
+    with raises(ChatError):
+        encode_prompt(called(json.loads(deep)), STARTER)
+    with raises(ChatError):
+        encode_prompt(replace(called("{}"), tools=(json.loads(deep),)), STARTER)
+    assert encode_prompt(called("[" * 100_000), STARTER).token_ids
 
 
 def test_special_text_in_tools_results_and_answers_stays_text():

@@ -340,7 +340,8 @@ class DecodedRows(ABC):
             if i in rows.reshaped:
                 job = rows.owners[i].job
                 params, prompt_P = job.request.params, on_device(job.prompt_words, logits_SV.device)
-                ends = (*(() if params.ignore_eos else self.shared.eos_ids), *params.stop_ids)
+                ends = [*(() if params.ignore_eos else self.shared.eos_ids), *params.stop_ids]
+                ends = [token for token in ends if 0 <= token < self.shared.vocabulary]  # others are never drawn
                 said_T = rows.tokens[i, :place]  # with drafts among them where nothing depends on what was said
                 drawn_SV[s] = reshape(logits_SV[s], params, prompt_P=prompt_P, said_T=said_T, ends=ends)
         return drawn_SV

@@ -30,8 +30,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -69,7 +69,7 @@ from groupwise.model.transfer import on_device
 from groupwise.pictures import Picture
 from groupwise.platform import trim_memory
 from groupwise.sampler import Scores, TokenSink
-from groupwise.types import Completion, Grammar, PolicyVersion, SamplingRequest, SequenceScores
+from groupwise.types import Completion, Grammar, PolicyVersion, SamplingParams, SamplingRequest, SequenceScores
 
 SCORED_AT_ONCE = 512  # positions: their logits, [positions, vocabulary], exist at the same time
 LANE_FLOPS, LANE_ROWS = 4e8, 4  # of a step of a lane, at least
@@ -359,8 +359,8 @@ class LocalEngine(Scores):
         waits for a grammar that was not `prepare`d before. Raises as `Sampler.sample`.
         """
         jobs = [self._job(request, on_token) for request in requests]
-        if pictures := self._unprepared(jobs):
-            self._decoding.submit(self._decode_first, pictures, jobs)
+        if any(map(self._unprepared, jobs)):
+            self._decoding.submit(self._decode_first, jobs)
         else:
             self._queue(jobs)
         return [job.future for job in jobs]
@@ -372,26 +372,30 @@ class LocalEngine(Scores):
             self._hand([job for job in jobs if not job.request.interactive], self._batches)
             self._wakeup.notify_all()
 
-    def _unprepared(self, jobs: Sequence[PendingRequest]) -> list[Picture]:
-        """Return the images of requests that are still to be decoded: the second that a large one takes would be a
+    def _unprepared(self, job: PendingRequest) -> list[Picture]:
+        """Return the images of a request that are still to be decoded: the second that a large one takes would be a
         second of all who wait."""
-        if (vision := vision_of(self._model)) is None:
-            return []
-        return [each for job in jobs for each in vision.unprepared(job.request.prompt_ids)]
+        vision = vision_of(self._model)
+        return [] if vision is None else vision.unprepared(job.request.prompt_ids)
 
-    def _decode_first(self, pictures: Sequence[Picture], jobs: Sequence[PendingRequest]) -> None:
-        """Queue requests when their images are decoded; what cannot be decoded fails where it is computed."""
+    def _decode_first(self, jobs: Sequence[PendingRequest]) -> None:
+        """Queue requests when their images are decoded. One with an image that cannot be fails here, alone: in a step
+        it would fail all that are computed with it."""
         vision = vision_of(self._model)
         assert vision is not None
-        for picture in {each.digest: each for each in pictures}.values():
-            with suppress(GroupwiseError):
-                vision.prepare(picture)
+        ready = list[PendingRequest]()
+        for job in jobs:
+            try:
+                for picture in self._unprepared(job):  # not those of the jobs before it
+                    vision.prepare(picture)
+                ready.append(job)
+            except Exception as error:  # the boundary of the thread: the waiting request fails
+                job.settle(error)
         try:
-            self._queue(jobs)
+            self._queue(ready)
         except Exception as error:  # the engine was closed, or is lost: the waiting requests fail
-            for job in jobs:
-                with suppress(InvalidStateError):
-                    job.future.set_exception(error)
+            for job in ready:
+                job.settle(error)
 
     def _hand(self, jobs: Sequence[PendingRequest], lanes: Lanes) -> None:
         """Hand requests to as many of the lanes as the work pays for. The lock is held."""
@@ -570,6 +574,7 @@ class LocalEngine(Scores):
     def _job(self, request: SamplingRequest, on_token: TokenSink | None) -> PendingRequest:
         if request.n < 1:
             raise ConfigError(f"n is {request.n}; a request is for at least 1 completion", field="n")
+        self._check_params(request.params)
         weights = self._check(request.prompt_ids, request.version)
         room = self.context_length - len(request.prompt_ids)
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
@@ -577,6 +582,8 @@ class LocalEngine(Scores):
         grammar = None if request.params.grammar is None else self._grammars.matcher(request.params.grammar)
         vision, prompt = vision_of(self._model), request.prompt_ids
         following = len(prompt) if vision is None else vision.following(prompt)
+        if vision is not None:
+            vision.pictures(prompt)  # raises for one that is not known
         owner = _owner_apart(request.apart) if weights is None and request.apart else weights
         return PendingRequest(request, request.version, weights, owner, most, seed, on_token, grammar, following)
 
@@ -592,6 +599,16 @@ class LocalEngine(Scores):
                 hint="shorten the prompt",
             )
         return self._weights_of(version)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise ConfigError for tokens that the model does not have: in a step they would fail all of its rows."""
+        wrong = next((token for token, _ in params.logit_bias if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            message = f"logit_bias has the token id {wrong}; this model has the ids 0 to {self._vocabulary - 1}"
+            raise ConfigError(message, hint="give ids of this model's tokenizer", field="logit_bias")
+        if (top := params.top_logprobs) > self._vocabulary:
+            message = f"top_logprobs is {top}, and the model has {self._vocabulary} tokens"
+            raise ConfigError(message, field="top_logprobs")
 
     def _weights_of(self, version: PolicyVersion) -> AdapterWeights | None:
         if not version.is_base and version not in self._adapters:

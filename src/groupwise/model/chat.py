@@ -544,7 +544,7 @@ def normalised(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
             plain["tool_calls"] = [_with_object_arguments(call) for call in message.get("tool_calls") or ()]
             plain.setdefault("content", "")  # templates add texts to it
         chat.append(plain)
-    chat = quote(format_of(tokenizer).history(chat), texts)
+    chat = _quoted(format_of(tokenizer).history(chat), texts)
     if any(message.get("tool_calls") for message in chat) and _joins_arguments(tokenizer, str(tokenizer.chat_template)):
         for message in chat:
             for call in message.get("tool_calls") or ():
@@ -577,8 +577,17 @@ def _write_arguments(call: dict[str, Any]) -> None:
 def normalised_tools(
     tools: Sequence[dict[str, Any]] | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]] | None:
-    """Return the tools with special tokens' texts quoted; None where there are none."""
-    return quote(list(tools), quotable(tokenizer)) if tools else None
+    """Return the tools with special tokens' texts quoted; None where there are none. Raises ChatError."""
+    return _quoted(list(tools), quotable(tokenizer)) if tools else None
+
+
+def _quoted(value: Any, texts: tuple[str, ...]) -> Any:
+    try:
+        return quote(value, texts)
+    except RecursionError:
+        raise ChatError(
+            "the messages or the tools have lists and objects within one another without end", hint="send flatter ones"
+        ) from None
 
 
 def _check_images(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -612,7 +621,7 @@ def _with_object_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(given := function.get("arguments"), str):
         return dict(call)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         arguments = json.loads(given or "{}")
         json.dumps(arguments, allow_nan=False)  # 1e400 would become an infinity
         if isinstance(arguments, dict):  # and not a text that merely reads as JSON

@@ -3,6 +3,7 @@ of earlier messages."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from calls import calls_of
 from groupwise.errors import GrammarError
 from groupwise.model.reply_formats import harmony
-from groupwise.model.reply_formats.format import ReplyFormat
+from groupwise.model.reply_formats.format import MalformedCall, ParsedCall, ReplyFormat
 from groupwise.model.reply_formats.json_text import types_of
 from groupwise.model.reply_formats.known import FORMATS, format_of, shown_format
 from groupwise.tasks.structured import reply_grammar
@@ -271,3 +272,13 @@ def test_where_a_call_ends_depends_on_no_cut(form: str, text: str, called: list[
     assert [part.malformed for part in parts if part.malformed] == whole.malformed
     assert "".join(part.text for part in parts).strip() == whole.content
     assert form != "harmony" or whole.content.endswith("Done." if FINAL in text else ("" if called else TO_F))
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral_args", "qwen_xml", "kimi"])
+def test_arguments_that_are_nested_without_end_are_no_call(name: str) -> None:
+    """A model may say them, and every later turn would show them again."""
+    form = FORMATS[name]
+    for depth, kind in ((100, ParsedCall), (600, MalformedCall)):
+        text = form.text_of("f", {"x": json.loads("[" * depth + "]" * depth)})
+        (said,) = (piece for piece in form.pieces(text) if not isinstance(piece, str))
+        assert isinstance(said, kind)

@@ -107,15 +107,15 @@ class InProcess(VllmServer):
                 prompt["multi_modal_data"] = {"image": [each.pixels() for each in images.pictures]}
                 prompt["multi_modal_uuids"] = {"image": [each.digest for each in images.pictures]}
             adapter = None if model == "base" else self._adapters[model]
-            self._waiting[number] = answered
             self._llm.llm_engine.add_request(number, prompt, params, lora_request=adapter)
+            self._waiting[number] = answered  # what is refused has no answer to wait for
 
         def give_up() -> None:
             if self._waiting.pop(number, None) is not None:
                 self._llm.llm_engine.abort_request([number])
 
-        await self._do(begin)
         try:
+            await self._do(begin)
             output = await asyncio.wrap_future(answered)
         except asyncio.CancelledError:
             await self._do(give_up)
@@ -194,7 +194,8 @@ class InProcess(VllmServer):
             with suppress(InvalidStateError):  # given up
                 future.set_exception(ended)
         while self._failed is not None and (asked := self._asked.get()) is not None:
-            asked[1].set_exception(ended)
+            if asked[1].set_running_or_notify_cancel():
+                asked[1].set_exception(ended)
 
     def _serve(self) -> None:
         engine = self._llm.llm_engine
@@ -238,6 +239,9 @@ def _forget_cpu_kernels(model: Any) -> None:
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
+    """Do what is asked, unless the caller has given it up by now."""
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except Exception as error:  # the caller's, through its future

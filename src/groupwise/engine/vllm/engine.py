@@ -79,6 +79,8 @@ ANOTHER = 1_000_003  # between the seed of a completion and those of its continu
 ROUNDED_TOLERANCE, FP8_TOLERANCE = 0.1, 0.3  # nats
 
 TOLD_AT_ONCE = 16  # tokens in an event of a completion that newer versions continue: it has no reader
+MOST_BYTES = 4  # of a character, each of which may be a token of its own
+
 CHECKED = 8  # tokens whose log-probabilities are compared when a kind of grammar is first used
 
 T = TypeVar("T")
@@ -685,9 +687,14 @@ def _grammar_refused(grammar: Grammar, error: EngineError) -> GroupwiseError:
     )
 
 
+class _Stopped(Exception):
+    """A stop string is whole that a continuation's server saw only the end of."""
+
+
 class CompletionStream:
     """Streams one completion of a request. If its server is lost, another one continues from the tokens received so
-    far."""
+    far. A server looks for stop strings in what it samples itself: those that begin in what was received before are
+    looked for here."""
 
     def __init__(self, engine: VllmEngine, job: QueuedRequest, index: int, on_token: TokenSink):
         self._engine, self._params, self._index, self._on_token = engine, job.request.params, index, on_token
@@ -695,11 +702,16 @@ class CompletionStream:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[tuple[tuple[int, float], ...]] = []
+        self._watched = 0  # tokens, within which a stop string ends that began before the present request
 
     async def ask(self, server: VllmServer, model: str, hear: Callable[[Sampled], None] | None = None) -> Sampled:
         """Request the tokens that are still missing, and return the whole completion. Raises ServerLost,
         EngineError."""
-        reason = self._end() or await server.stream(model, self._rest(), hear or self._hear)
+        self._watched = len(self._ids) + MOST_BYTES * max(map(len, self._params.stop), default=0) if self._ids else 0
+        try:
+            reason = self._end() or await server.stream(model, self._rest(), hear or self._hear)
+        except _Stopped:
+            reason = "stop"
         tops = tuple(self._tops) if self._params.top_logprobs else ()
         return Sampled(token_ids=tuple(self._ids), logprobs=tuple(self._logprobs), finish_reason=reason, tops=tops)
 
@@ -720,10 +732,19 @@ class CompletionStream:
         }
 
     def _hear(self, piece: Sampled) -> None:
-        self._ids += piece.token_ids
-        self._logprobs += piece.logprobs
-        self._tops += piece.tops
-        tell(self._on_token, self._index, piece.token_ids, piece.logprobs, piece.tops)
+        heard, count = len(self._ids), len(piece.token_ids)
+        ends = (
+            k for k in range(1, min(count, self._watched - heard) + 1)
+            if self._engine.has_stopped([*self._ids, *piece.token_ids[:k]], self._params)
+        )  # fmt: skip
+        end = next(ends, None)
+        ids, logprobs, tops = piece.token_ids[:end], piece.logprobs[:end], piece.tops[:end]
+        self._ids += ids
+        self._logprobs += logprobs
+        self._tops += tops
+        tell(self._on_token, self._index, ids, logprobs, tops)
+        if end is not None:
+            raise _Stopped
 
 
 class _FollowedCompletion(CompletionStream):

@@ -13,6 +13,7 @@ from typing import Any
 from groupwise.model.reply_formats.format import ParsedCall, Tools
 
 SPACE = re.compile(r"\s*")
+MOST_NESTED = 200  # lists and objects within others in a call: whoever shows it again goes down into each
 _PYTHON = {"True": True, "False": False, "None": None}  # some templates write these so
 _JSON_TYPES = {
     str: "string",
@@ -75,11 +76,24 @@ def call_of(value: Any) -> ParsedCall | str:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         return f"The call's arguments are of type {type(arguments).__name__}; give an object."
+    if _is_nested(arguments):
+        return "The call's arguments are nested too deeply."
     try:
         f"{name}{json.dumps(arguments, ensure_ascii=False, allow_nan=False)}".encode()
     except (ValueError, RecursionError):  # a number without bounds, or half a surrogate pair
         return "The call has numbers or characters that JSON cannot carry."
     return ParsedCall(name, arguments)
+
+
+def _is_nested(value: Any) -> bool:
+    """Return whether lists and objects stand in more than `MOST_NESTED` others."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def named_call(name: str, text: str, position: int = 0) -> tuple[ParsedCall | str, int]:
