@@ -42,9 +42,8 @@ class _Scorer:
     special: re.Pattern[str] | None
 
 
-class _Row(NamedTuple):
-    """What the model reads: token ids, and with a tokenizer that tells the texts of a pair apart (BERT's) of which of
-    them each is."""
+class _Encoded(NamedTuple):
+    """Holds what the model reads: token ids, and of which text of a pair each is, if the tokenizer tells (BERT's)."""
 
     ids: Sequence[int]
     types: Sequence[int] | None = None
@@ -122,7 +121,7 @@ def _batches(items: Sequence[int], size: int) -> list[Sequence[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _logits(scorer: _Scorer, rows: Sequence[_Row]) -> list[float]:
+def _logits(scorer: _Scorer, rows: Sequence[_Encoded]) -> list[float]:
     """Return the logits of rows padded on the right, where neither attention nor the pooled position reaches."""
     import torch
 
@@ -138,15 +137,15 @@ def _logits(scorer: _Scorer, rows: Sequence[_Row]) -> list[float]:
     return scorer.model(**given).logits[:, 0].float().tolist()
 
 
-def _row(scorer: _Scorer, prompt: Any, completion: Any) -> _Row:
+def _row(scorer: _Scorer, prompt: Any, completion: Any) -> _Encoded:
     tokenizer = scorer.tokenizer
     if tokenizer.chat_template is None:
         pair = tokenizer(prompt_text(prompt), _broken_up(scorer, text_of(completion)))
-        return _Row(pair["input_ids"], pair.get("token_type_ids"))
+        return _Encoded(pair["input_ids"], pair.get("token_type_ids"))
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
     said = [{**message, "content": _broken_up(scorer, message.get("content") or "")} for message in said]
-    return _Row(tokenizer.apply_chat_template(asked + said, tokenize=True, return_dict=False))
+    return _Encoded(tokenizer.apply_chat_template(asked + said, tokenize=True, return_dict=False))
 
 
 def _broken_up(scorer: _Scorer, text: str) -> str:

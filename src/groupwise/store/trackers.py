@@ -95,7 +95,7 @@ def trackers_of(
 
 
 class Known:
-    """What trackers know a run by, as its directory keeps it (`tracked.json`)."""
+    """Remembers what trackers know a run by, in its directory (`tracked.json`)."""
 
     def __init__(self, run_dir: Path):
         self._path, self._run_dir = run_dir / TRACKED, run_dir
