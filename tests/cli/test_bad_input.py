@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import sys
+from contextlib import suppress
 
 import pytest
 import torch
 
 from cli_project import Project, cli, row, write_rows
+from groupwise.cli.main import app
 from groupwise.store.files import WEIGHTS
 from wording import wording
 
@@ -28,6 +31,21 @@ def refused(*arguments, code: int, naming: str = "") -> None:
     before, error, text = f"\n{result.stderr}".rpartition("\nerror: ")
     assert error, before
     wording(f"error: {text}")
+
+
+# ---- where it goes ----
+
+
+def test_no_room_behind_stdout(monkeypatch, capsys):
+    """As of `groupwise rewards list > FILE` on a full disk: what a command prints is not asked for beforehand."""
+    full = open("/dev/full", "w")  # noqa: SIM115  (closing it fails as well)
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(SystemExit) as ended:
+        app(["rewards", "list"])
+    with suppress(OSError):
+        full.close()
+    said = capsys.readouterr().err
+    assert ended.value.code == 75 and said.startswith("error: ") and "Traceback" not in said
 
 
 # ---- the file ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,22 @@ def test_a_log_is_never_replace_by_itself_and_verified_answers_decide(tmp_path: 
     told = cli("improve", "--to", "to", "--truth", "seen.jsonl")
     assert told.exit_code == 2
     wording(told.stderr[told.stderr.index("error:") :])
+
+
+@pytest.mark.long
+def test_the_version_that_it_starts_from_is_compared_with_whatever_its_name_means_later(tmp_path: Path) -> None:
+    quick = ("--model", "starter", *QUICK, FEW, "--json")
+    assert cli("improve", "log.jsonl", "--to", "one", *quick).exit_code == 0
+    runs, begun = tmp_path / "runs", tmp_path / "runs" / "math-20260101T000000Z"
+    shutil.copytree(tmp_path / "one" / "run", begun)
+    assert cli("improve", "log.jsonl", "--to", "two", "adapters.start=math", *quick).exit_code == 0
+    shutil.copytree(begun, newer := runs / "math-20270101T000000Z")
+    for sidecar in newer.glob("adapters/*/v*/groupwise.json"):
+        sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"base_hash": "0" * 64}))  # of another model
+    fill_in(tmp_path / "two" / "verify.jsonl")
+    told = cli("improve", "--to", "two", "--truth", "two/verify.jsonl", "--json")
+    assert told.exit_code == 0, told.output
+    assert str(begun) in json.loads((tmp_path / "two" / "improve.json").read_text())["start"]
 
 
 def test_verified_prompts_are_not_trained_on_and_are_compared_by_a_rule(tmp_path: Path) -> None:

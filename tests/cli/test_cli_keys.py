@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from groupwise.cli.main import app
+from groupwise.server.listen import LOCK, own
 from groupwise.store.keys import ROLES, KeyFile
 
 
@@ -34,6 +35,22 @@ def test_a_key_s_life(keys, tmp_path: Path) -> None:
     assert turned["name"] == "phone-app" and there.find(turned["key"]) is not None and there.find(key) is None
     assert keys("revoke", "phone-app").exit_code == 0
     assert there.all() == [] and json.loads(keys("list", "--json").stdout) == []
+
+
+def test_a_key_is_for_the_server_that_runs_here_whose_state_is_in_a_folder_of_its_run(keys, tmp_path: Path) -> None:
+    """As `groupwise serve RUN` has it. In the folder of another server the key would protect nothing."""
+    places = [tmp_path / "groupwise-state" / "runs" / name for name in ("math-1", "math-2")]
+    places[0].mkdir(parents=True)
+    (places[0] / LOCK).touch()
+    assert KeyFile(places[0]).find(keys("add", "a", "--role", "read").stdout.strip()) is not None
+    places[1].mkdir()
+    (places[1] / LOCK).touch()
+    refused = keys("add", "b", "--role", "read", "--json")  # of either, and neither runs
+    assert refused.exit_code == 2 and json.loads(refused.stdout)["error"]["field"] == "--state-dir"
+    with own(places[1]):
+        assert KeyFile(places[1]).find(keys("add", "b", "--role", "read").stdout.strip()) is not None
+        assert [row["name"] for row in json.loads(keys("list", "--json").stdout)] == ["b"]
+    assert not (tmp_path / "groupwise-state" / "keys.json").exists()
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -213,12 +213,14 @@ def test_a_line_of_json_may_hold_a_separator_of_lines(server):
 def test_the_three_forms_of_what_is_trained(server):
     group = {"messages": [], "completions": [{"text": "a", "reward": 1}, {"text": "b", "reward": 0}]}
     whole = {"groups": [group], "config": {"learning_rate": 1e-3, "output_name": "a"}}
-    for number, content in enumerate((whole, json.dumps(group) + "\n" + json.dumps(group), group, [group]), start=1):
+    by_id = {"completions": [{"rollout_id": "a", "reward": 1}, {"rollout_id": "b", "reward": 0}]}  # has its prompt so
+    forms = (whole, json.dumps(group) + "\n" + json.dumps(group), group, [group], by_id)
+    for number, content in enumerate(forms, start=1):
         result = cli("train", "grpo", write(f"{number}.json", content), "--output-name", "b")
         assert result.exit_code == 0, result.stderr
         assert result.stdout == f"{number:032x}\n" and f"groupwise train wait {number:032x} --follow" in result.stderr
     bodies = [seen.json for seen in server.of("POST", "/v1/train/grpo")]
-    assert [len(body["groups"]) for body in bodies] == [1, 2, 1, 1]
+    assert [len(body["groups"]) for body in bodies] == [1, 2, 1, 1, 1] and bodies[-1]["groups"] == [by_id]
     assert bodies[0]["config"] == {"learning_rate": 1e-3, "output_name": "b"} and bodies[0]["groups"] == [group]
     example = {"messages": [{"role": "user", "content": "one\u2028two"}]}
     lines = json.dumps(example, ensure_ascii=False) + "\n" + json.dumps(example)

@@ -1,6 +1,7 @@
 """`groupwise run` from one end to the other on a tiny model: what it writes, what it prints, and Ctrl-C."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -22,9 +23,11 @@ import torch
 
 from cli_project import Project, cli
 from forked import ONE_SERVER, forked
-from groupwise.config.run import load_config
+from groupwise.cli.print import overall_rows
+from groupwise.config.run import load_config, parse_config
 from groupwise.engine.local import LocalEngine
 from groupwise.model.load import load_model
+from groupwise.run.loop import RunResult
 from groupwise.store.adapters import AdapterStore
 from groupwise.store.tracking import read_metrics, read_rollouts
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
@@ -165,6 +168,29 @@ def test_without_eval_the_training_reward_is_compared(project):
     comparison = json.loads(result.stdout)["comparison"]
     rewards = [line["reward/mean"] for line in read_metrics(Path("out/metrics.jsonl"))]
     assert [(each["before"], each["after"]) for each in comparison] == [(rewards[0], rewards[1])]
+
+
+@pytest.mark.parametrize(("best", "after"), [(None, math.nan), ("loss", 1.5)])
+def test_a_held_out_loss_that_was_not_finite_ends_the_closing_table_and_not_the_command(tmp_path, best, after):
+    """metrics.jsonl has null for it."""
+    losses = (2.0, 1.5, None)
+    lines = [json.dumps({"step": step, "eval/loss": loss}) + "\n" for step, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    rows = {"data": {"source": "rows.jsonl"}}
+    config = parse_config({"kind": "sft", **rows, "eval": rows | ({"best": best} if best else {})})
+    result = RunResult(
+        run_dir=tmp_path,
+        version=PolicyVersion("run", 2),
+        newest=PolicyVersion("run", 2),
+        steps=2,
+        interrupted=False,
+        before={},
+        after={},
+        trained=True,
+        loaded_by="AutoModelForCausalLM",
+    )
+    ((_, before, said),) = overall_rows(config, result)
+    assert before == 2.0 and said == pytest.approx(after, nan_ok=True)
 
 
 def test_a_reward_that_never_differs_trains_nothing_and_says_so(project):

@@ -104,6 +104,20 @@ def test_nothing_is_written_over(place):
     assert sorted(place.rglob("*")) == sorted([*before, place / "file"])
 
 
+@pytest.mark.parametrize("named", [".", "link"])
+def test_an_empty_folder_is_filled_and_stays_the_one_in_which_somebody_stands(place, monkeypatch, named):
+    folder = place / "mine"
+    folder.mkdir(mode=0o750)
+    (place / "link").symlink_to("mine")
+    before = folder.stat()
+    if named == ".":
+        monkeypatch.chdir(folder)
+    told = json.loads(cli("init", named, "--json").stdout)
+    assert "my_run.yaml" in told["files"] and told["files"] == sorted(path.name for path in folder.iterdir())
+    assert (folder.stat().st_ino, folder.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert [line for line in told["next"] if line.startswith("cd ")] == ([] if named == "." else ["cd link"])
+
+
 def test_a_template_that_is_not_there_leaves_nothing(place):
     refused = cli("init", "mine", "--from", "judg")
     assert refused.exit_code == 2

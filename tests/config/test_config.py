@@ -15,8 +15,10 @@ from groupwise.config.algo import AlgoConfig
 from groupwise.config.loss import LossSpec, resolve_loss
 from groupwise.config.other_names import OTHER_NAMES
 from groupwise.config.run import RunConfig, dump_resolved, load_config, parse_config
+from groupwise.config.serve import ServeConfig
 from groupwise.config.yaml import key_paths, models_in
 from groupwise.errors import ConfigError
+from groupwise.run.config_file import read_run
 from wording import raises
 
 MINIMAL = {"data": {"source": "prompts.jsonl"}, "rewards": ["groupwise.rewards.text:exact_match"]}
@@ -311,3 +313,18 @@ def test_importing_the_package_stays_light():
     code += "; import groupwise.config.run; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
+
+
+def test_the_home_may_be_written_in_a_file_which_no_shell_reads(tmp_path, monkeypatch):
+    """Taken as it stands, `~/runs` is a directory called ~ where the command was typed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = {"output_dir": "~/runs", "run_dir": "~/runs/one", "folder": "~/rewards", "vllm": {"adapter_dir": "~/seen"}}
+    told = parse_config({"data": {"source": "x.jsonl"}, "rewards": ["m:f"], "engine": "vllm", **said})
+    assert told.output_dir == f"{tmp_path}/runs" and told.run_dir == f"{tmp_path}/runs/one"
+    assert told.folder == tmp_path / "rewards" and told.vllm.adapter_dir == f"{tmp_path}/seen"
+    file = tmp_path / "elsewhere" / "run.yaml"
+    file.parent.mkdir()
+    file.write_text("data: {source: x.jsonl}\nrewards: [m:f]\nfolder: ~/rewards\n")
+    for config in (load_config(file), read_run(file, []).config):
+        assert config.folder == tmp_path / "rewards"
+    assert ServeConfig.model_validate({"state_dir": "~/state"}).state_dir == tmp_path / "state"

@@ -97,6 +97,12 @@ def test_a_number_of_several_is_not_one(text: str):
     assert last_quantity(text) is None
 
 
+@pytest.mark.parametrize("text", ["Question 7: 42", "Step 1: 42.", "Problem 12: $42", "for day 3: 42 apples", "7: 42"])
+def test_the_number_of_a_label_makes_no_ratio_of_the_one_behind_it(text: str):
+    assert number(text) == 42 and only_quantity(text) is None
+    assert number_match([text], ["42"]) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("5", 5), ("$1,250 in all", 1250), ("- 5", -5), ("1 h 30 min", 90), ("x = 5", 5), ("1 1/2", Fraction(3, 2))],

@@ -113,6 +113,19 @@ def test_a_quantised_base_is_merged_into_as_it_was_trained(trained, sample, kind
     assert logprobs(whole, sample) == pytest.approx(learner.forward([sample])[0], abs=1e-4)
 
 
+def test_an_empty_directory_is_filled_and_stays_the_one_that_it_was(trained, tmp_path: Path) -> None:
+    """A mounted volume cannot be replaced, nor a link by what it points to; and somebody may stand in it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    before = (tmp_path / "out").stat().st_ino
+    policy, _ = trained("llama")
+    export_model(policy, tmp_path / "link", format="merged")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "out").stat().st_ino == before
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not any(name.startswith(".") for name in names)
+
+
 def test_another_base_is_refused_and_nothing_is_left(trained, make_base, tmp_path: Path) -> None:
     policy, _ = trained("qwen3")
     other = save_model(make_base("qwen3", dtype=torch.float32, context=128, seed=5), tmp_path / "other")

@@ -319,6 +319,12 @@ def test_an_adapter_is_found_however_it_is_named(runs, text, version, run):
     assert snapshot(Path("runs")) == before  # looking changes nothing
 
 
+def test_an_adapter_is_found_from_the_home_that_a_file_names(runs, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert find_adapter("~/runs/mine@1") == find_adapter(str(Path("runs/mine@1").absolute()))
+    assert find_policy("~/runs/whole-20260101T000000Z").run_dir == Path("runs/whole-20260101T000000Z").absolute()
+
+
 def snapshot(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 

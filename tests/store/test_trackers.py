@@ -109,11 +109,33 @@ def test_without_a_key_wandb_records_offline_with_one_warning(
         tracking.log(1, {"reward/mean": 0.25})
     (given,) = wandb.inits
     assert given["config"] == {"seed": 1, "rewards": [{"args": {"api_key": MASK}}]}
-    assert (given["project"], given["entity"], given["id"]) == ("my-project", "my-team", "run")
+    assert (given["project"], given["entity"]) == ("my-project", "my-team")
     assert given["name"] == "first try"
     assert given.get("mode") == ("offline" if offline else None)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == offline and all("no W&B key" in each and "wandb sync" in each for each in said)
+
+
+def test_wandb_takes_two_runs_of_one_directory_name_for_two_and_a_resumed_one_for_itself(tmp_path, monkeypatch):
+    """As the stage `examples` of every run: it is resumed by its id, so one id for both mixes them."""
+    wandb = WandbWithoutKey(since_031=True, key="k" * 40)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for run in ("first", "second", "first"):
+        run_dir = tmp_path / run / "stages" / "examples"
+        with open_trackers(TrackingConfig(wandb="p"), run_dir=run_dir, run_name="r", resolved_config={}) as tracking:
+            tracking.log(1, {"reward/mean": 0.25})
+    first, second, again = (given["id"] for given in wandb.inits)
+    assert first == again != second and first.startswith("r-")
+
+
+def test_a_run_that_wandb_knows_by_its_directory_stays_that_run(tmp_path, monkeypatch):
+    wandb = WandbWithoutKey(since_031=True, key="k" * 40)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n')
+    with open_trackers(TrackingConfig(wandb="p"), run_dir=tmp_path / "run", run_name="r", resolved_config={}):
+        pass
+    assert [given["id"] for given in wandb.inits] == ["run"]
 
 
 @pytest.mark.slow
@@ -141,7 +163,7 @@ def test_wandb_itself_without_a_key(tmp_path, monkeypatch):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("there is no W&B key") == 1
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*-run"))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*-r-*"))
 
 
 @pytest.mark.slow
@@ -156,6 +178,32 @@ def test_mlflow_itself_with_its_default_database(tmp_path, monkeypatch):
     assert not tracking.failures
     (run,) = mlflow.search_runs(experiment_names=["my-experiment"], output_format="list")
     assert run.data.metrics["reward/mean"] == 0.25 and run.data.params["train.x"] == "1"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_in_mlflows_and_begins_another_where_that_is_gone(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+
+    def goes_on(step: int) -> None:
+        config = TrackingConfig(mlflow="resumed")
+        told = {"train": {"steps": step}}  # more steps are asked for, and a param cannot change
+        with open_trackers(config, run_dir=tmp_path / "run", run_name="r", resolved_config=told) as tracking:
+            tracking.log(step, {"reward/mean": 0.25 * step})
+        assert not tracking.failures
+
+    def kept() -> list[Any]:
+        return mlflow.search_runs(experiment_names=["resumed"], output_format="list")
+
+    goes_on(1)
+    goes_on(2)
+    (run,) = kept()
+    assert run.data.metrics["reward/mean"] == 0.5 and run.info.status == "FINISHED"
+    mlflow.delete_run(run.info.run_id)
+    goes_on(3)
+    (other,) = kept()
+    assert other.info.run_id != run.info.run_id and other.data.metrics["reward/mean"] == 0.75
 
 
 def test_an_entity_needs_a_project():
@@ -282,7 +330,8 @@ def test_trackio_itself_keeps_tables_and_histograms(tmp_path, monkeypatch):
         "assert not tracking.failures, tracking.failures\n"
         "import json, trackio\n"
         "from trackio.sqlite_storage import SQLiteStorage\n"
-        "print(json.dumps(SQLiteStorage.get_logs('p', 'r'), default=str))\n"
+        "name = json.loads(pathlib.Path('run/tracked.json').read_text())['id']\n"
+        "print(json.dumps(SQLiteStorage.get_logs('p', name), default=str))\n"
     )
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

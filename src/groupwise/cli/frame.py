@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from rich.cells import cell_len
 from typer.core import TyperGroup
 
 from groupwise.cli.output import print_json, print_line, say
-from groupwise.errors import GroupwiseError, Interrupted
+from groupwise.errors import GroupwiseError, Interrupted, StorageError, StorageFullError
 from groupwise.tasks.transcript import visible
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
         try:
-            return super().invoke(ctx)
+            return self._invoked(ctx)
         except GroupwiseError as error:
             if ctx.meta.get("debug"):
                 traceback.print_exc()
@@ -83,11 +84,23 @@ class CommandGroup(TyperGroup):
             if request_id:
                 say(f"  (request id {request_id})")
             if ctx.meta.get("as_json"):
-                print_json({"error": error.as_dict() | ({"request_id": request_id} if request_id else {})})
+                with suppress(OSError):  # which may be what the error is about
+                    print_json({"error": error.as_dict() | ({"request_id": request_id} if request_id else {})})
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt:
             say("stopped")
             raise typer.Exit(Interrupted.exit_code) from None
+
+    def _invoked(self, ctx: typer.Context) -> Any:
+        """Raises StorageFullError also where nobody was asked before there was no room, as on stdout."""
+        try:
+            return super().invoke(ctx)
+        except StorageError:
+            raise
+        except OSError as error:
+            if isinstance(full := StorageError.of(error, f"cannot write: {error}"), StorageFullError):
+                raise full from error
+            raise
 
 
 def _remember(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:

@@ -72,7 +72,8 @@ def init(
         if (folder / DATA).exists():
             _write_data(folder)
     written = sorted(path.name for path in directory.iterdir())
-    commands = (f"cd {shlex.quote(str(directory))}", *NEXT[template])
+    here = directory.resolve() == Path.cwd()
+    commands = (*(() if here else (f"cd {shlex.quote(str(directory))}",)), *NEXT[template])
     if as_json:
         return print_json({"directory": str(directory), "files": written, "next": list(commands)})
     print_line(f"{directory}: {', '.join(written)}")
@@ -85,24 +86,32 @@ def init(
 
 @contextmanager
 def _new_folder(directory: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which becomes `directory` at the end of the block; if the block raises, it is
-    removed.
+    """Yield a folder to write into, which becomes `directory` at the end of the block, or whose files come into it if
+    it is there, since somebody may stand in it; if the block raises, it is removed.
 
-    Raises ConfigError if something is there already, StorageError if it cannot be written.
+    Raises ConfigError if something is in it already, StorageError if it cannot be written.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    there = directory.is_dir()
+    if (there and any(directory.iterdir())) or (not there and directory.exists()):
         raise ConfigError(f"{directory} is there already, and nothing is written over", hint="name a new folder")
     try:
-        parent = directory.absolute().parent
+        parent = directory.absolute() if there else directory.absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
         folder = Path(mkdtemp(prefix=f".{directory.name}-", dir=parent))
     except OSError as error:
         raise StorageError.of(error, f"cannot make {directory}: {error.strerror}") from error
+    moved = list[Path]()
     try:
         yield folder
-        folder.chmod(0o777 & ~_umask())  # mkdtemp's is private
-        folder.replace(directory.absolute())
+        if there:
+            for path in sorted(folder.iterdir()):
+                moved.append(path.rename(parent / path.name))
+        else:
+            folder.chmod(0o777 & ~_umask())  # mkdtemp's is private
+            folder.replace(directory.absolute())
     except OSError as error:
+        for path in moved:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise StorageError.of(error, f"cannot write {directory}: {error.strerror}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

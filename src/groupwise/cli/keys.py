@@ -17,6 +17,9 @@ import typer
 
 from groupwise.cli.frame import OPTIONS, AsJson, Debug, examples, print_table
 from groupwise.cli.output import print_json, print_line, say
+from groupwise.cli.serve import STATE
+from groupwise.errors import ConfigError
+from groupwise.platform import is_locked
 
 if TYPE_CHECKING:
     from groupwise.store.audit import Change
@@ -26,7 +29,13 @@ app = typer.Typer(help="Keys of a server: one for each program that uses it, wit
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called, as in the server's log.")]
 StateDir = Annotated[
-    Path, typer.Option("--state-dir", metavar="DIR", help="That of the server, on the server's machine.")
+    Path | None,
+    typer.Option(
+        "--state-dir",
+        metavar="DIR",
+        help="That of the server, on the server's machine.",
+        show_default="that of the server that runs, or ran, here",
+    ),
 ]
 STATE_DIR = Path("groupwise-state")
 
@@ -67,11 +76,12 @@ def add(
         int | None,
         typer.Option(metavar="N", help="Of its tenant's share of the training: 1 to 100.", show_default=False),
     ] = None,
-    state_dir: StateDir = STATE_DIR,
+    state_dir: StateDir = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Make a key and print it. It is kept nowhere: what the server has is its digest."""
+    state_dir = _meant(state_dir)
     keys = _keys(state_dir)
     first = not keys.all()
     bounds = {
@@ -87,12 +97,14 @@ def add(
     _logged(state_dir, "add", keys.named(name))
     _print_key(name, key, as_json=as_json)
     if first:
-        say("from now on the server asks every request for a key: this one, or its GROUPWISE_API_KEY")
+        whose = f"the server with the state directory {state_dir}"
+        say(f"from now on {whose} asks every request for a key: this one, or its GROUPWISE_API_KEY")
 
 
 @app.command("list")
-def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug = False) -> None:
+def list_(state_dir: StateDir = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show the names and roles of the keys, and when they were made."""
+    state_dir = _meant(state_dir)
     keys = _keys(state_dir).all()
     if as_json:
         print_json([key.model_dump(exclude={"digest"}) for key in keys])
@@ -104,8 +116,9 @@ def list_(state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug
 
 
 @app.command()
-def turn(name: Name, state_dir: StateDir = STATE_DIR, as_json: AsJson = False, debug: Debug = False) -> None:
+def turn(name: Name, state_dir: StateDir = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Replace a key by a new one of its role, and print that."""
+    state_dir = _meant(state_dir)
     keys = _keys(state_dir)
     key = keys.turn(name)
     _logged(state_dir, "turn", keys.named(name))
@@ -113,8 +126,9 @@ def turn(name: Name, state_dir: StateDir = STATE_DIR, as_json: AsJson = False, d
 
 
 @app.command()
-def revoke(name: Name, state_dir: StateDir = STATE_DIR, debug: Debug = False) -> None:
+def revoke(name: Name, state_dir: StateDir = None, debug: Debug = False) -> None:
     """End a key: the server's next request with it is refused. Where no key is left, GROUPWISE_API_KEY alone counts."""
+    state_dir = _meant(state_dir)
     keys = _keys(state_dir)
     key = keys.revoke(name)
     _logged(state_dir, "revoke", key)
@@ -129,13 +143,14 @@ def log_(
         str | None, typer.Option(metavar="TENANT", help="Only what its keys changed.", show_default=False)
     ] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="The newest N.")] = 100,
-    state_dir: StateDir = STATE_DIR,
+    state_dir: StateDir = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show what was changed with the keys, and to them, the newest first: who, when, what, and what came of it."""
     from groupwise.store.audit import AuditLog
 
+    state_dir = _meant(state_dir)
     book = AuditLog(state_dir.absolute())
     changes = book.read_all(limit=limit) if tenant is None else book.read(_tenant(tenant), limit=limit)
     if as_json:
@@ -174,6 +189,27 @@ def _row(key: Key) -> tuple[str, ...]:
     )
 
 
+def _meant(named: Path | None) -> Path:
+    """Return the state directory that is meant: the one that is named, or of those here the one whose server runs, or
+    the only one of which a server has begun; a server of a run has its own. Raises ConfigError for several."""
+    from groupwise.server.listen import LOCK
+
+    if named is not None:
+        return named
+    begun = [each for each in (STATE_DIR, *sorted(STATE.glob("*"))) if (each / LOCK).exists()]
+    running = [each for each in begun if is_locked(each / LOCK)]
+    found = running or begun or [STATE_DIR]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} servers {'run' if running else 'were begun'} here, each with keys of its own",
+            hint=f"--state-dir says which is meant: {', '.join(map(str, found))}",
+            field="--state-dir",
+        )
+    if found != [STATE_DIR]:
+        say(f"state directory {found[0]}")
+    return found[0]
+
+
 def _keys(state_dir: Path) -> KeyFile:
     from groupwise.store.keys import KeyFile
 
@@ -182,7 +218,6 @@ def _keys(state_dir: Path) -> KeyFile:
 
 def _role(text: str) -> Role:
     """Return the role of this name. Raises ConfigError."""
-    from groupwise.errors import ConfigError
     from groupwise.store.keys import ROLES
 
     for role in ROLES:

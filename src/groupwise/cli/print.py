@@ -151,9 +151,10 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
     if config.eval is not None:
         rows = list[tuple[str, float, float]]()
         if losses := [line for line in lines if "eval/loss" in line]:
-            least = min(losses, key=lambda line: line["eval/loss"])
+            least = min(losses, key=lambda line: _recorded(line, "eval/loss", missing=math.inf))
             first, after = losses[0], least if config.eval.best == "loss" else losses[-1]
-            rows = [(name, first[key], after[key]) for key, name in _HELD_OUT.items() if key in after]
+            held_out = ((key, name) for key, name in _HELD_OUT.items() if key in after)
+            rows = [(name, _recorded(first, key), _recorded(after, key)) for key, name in held_out]
         return rows + compare(result.before, result.after, by=config.eval.by)
     key, name = {
         "grpo": ("reward/mean", "training reward"),
@@ -162,6 +163,11 @@ def _rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]
     }[config.kind]
     values = [line[key] for line in lines if line.get(key) is not None]
     return [(f"{name}, first and last step", values[0], values[-1])] if values else []
+
+
+def _recorded(line: Mapping[str, Any], key: str, *, missing: float = math.nan) -> float:
+    """Return what a line of metrics says, which has null for a number that was not finite."""
+    return missing if line.get(key) is None else line[key]
 
 
 def overall_rows(config: RunConfig, result: RunResult) -> list[tuple[str, float, float]]:

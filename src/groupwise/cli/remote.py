@@ -269,7 +269,7 @@ def _rows(path: Path, what: str) -> tuple[list[Any], Mapping[str, Any]]:
                 f"{path} has {', '.join(sorted(unknown))} beside {what}", hint="options go under config, or into --set"
             )
         return whole[what], whole.get("config") or {}
-    if isinstance(whole, Mapping) and "messages" in whole:  # a single line of JSONL
+    if isinstance(whole, Mapping) and not whole.keys().isdisjoint({"messages", "completions"}):  # one line of JSONL
         return [whole], {}
     raise DataError(f"{path} has no {what}", hint=f'write {{"{what}": [...], "config": {{...}}}}, or JSONL')
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from groupwise.config.section import Section, Text, Texts, conflict
+from groupwise.config.section import Place, Section, Text, Texts, conflict
 
 Engine = Literal["local", "vllm"]
 
@@ -81,7 +81,7 @@ class VllmConfig(Section):
     """Take turns with the learners: give the memory back before training begins, and with `colocate` while nothing is
     sampled. Servers that sleep are on the learners' own GPUs. Where sampling runs ahead of training there may be no
     such time."""
-    adapter_dir: Text | None = None
+    adapter_dir: Place | None = None
     """The directory through which vLLM reads versions; a server on another machine must see it under the same path.
     null is a temporary directory."""
     tolerance: float | None = Field(default=None, gt=0)

@@ -12,6 +12,7 @@ secrets: tokens come from the environment.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -33,7 +34,7 @@ from groupwise.config.other_names import OTHER_NAMES, OTHER_VALUES
 from groupwise.config.preference import PreferenceConfig
 from groupwise.config.promote import PromoteConfig
 from groupwise.config.rewards import Rewards, ScoringConfig
-from groupwise.config.section import AdapterName, Name, Section, Temperature, Text, Texts, conflict
+from groupwise.config.section import AdapterName, Folder, Name, Place, Section, Temperature, Text, Texts, conflict
 from groupwise.config.stages import check_stages
 from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.supervised import check_supervised
@@ -468,15 +469,15 @@ class RunConfig(Section):
     """`auto` (a CUDA GPU, else Apple's, else the CPU), `cpu`, `mps`, `cuda` or `cuda:N`."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Fixes initialisation, the order of prompts and every draw."""
-    output_dir: Text = "runs"
+    output_dir: Place = "runs"
     """The run directory is `output_dir/name-<UTC time>` (relative to where you are) ..."""
-    run_dir: Text | None = None
+    run_dir: Place | None = None
     """... unless it is named here."""
     resume: Literal["never", "auto"] = "never"
     """`auto` continues the unfinished run of this name and configuration, if there is one. A finished run continues,
     too, if `train.steps` asks for more steps than it made; one that `run_dir` names and that made all of them only
     shows its result again."""
-    folder: Annotated[Path, Field(strict=False)] = Path(".")
+    folder: Folder = Path(".")
     """The folder where `data.source` and functions' modules are looked up first; by default the config file's."""
     stages: tuple[dict[str, Any], ...] = Field(default=(), strict=False)
     """Runs that come first, each from the adapter of the one before: a `name`, and the keys in which it differs from
@@ -740,7 +741,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         document.override(text, shorthand={"rewards": "function"})
     folder = document.data.get("folder", ".")
     if isinstance(folder, str):
-        document.data["folder"] = str((Path(path).parent / folder).resolve())
+        document.data["folder"] = str((Path(path).parent / os.path.expanduser(folder)).resolve())
     return validated(document)
 
 

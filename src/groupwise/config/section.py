@@ -6,7 +6,9 @@ NullIsAbsent    a model in whose input null stands for a field that is left out
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
@@ -34,6 +36,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=
 AdapterName = Annotated[Name, AfterValidator(_is_not_base)]
 
 Text = Annotated[str, Field(min_length=1)]
+
+Place = Annotated[Text, AfterValidator(os.path.expanduser)]  # of a directory; no shell has read the `~` of a file
+
+Folder = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 
 Temperature = Annotated[float, Field(gt=0, le=10)]
 

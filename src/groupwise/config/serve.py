@@ -23,7 +23,7 @@ from groupwise.config.chat import ChatConfig
 from groupwise.config.engine import Engine, VllmConfig
 from groupwise.config.images import ImagesConfig
 from groupwise.config.learn import GateConfig, LearnConfig, RatersConfig
-from groupwise.config.section import Section, Text, Texts, conflict
+from groupwise.config.section import Folder, Section, Text, Texts, conflict
 from groupwise.config.structured import StructuredOutputsConfig
 from groupwise.config.yaml import Document, key_paths, validate
 from groupwise.errors import ConfigError
@@ -79,7 +79,7 @@ class ServeConfig(Section):
     """The address to listen on. One that is not loopback needs an API key."""
     port: int = Field(default=8420, ge=0, le=65535)
     """The port; 0 takes a free one."""
-    state_dir: Annotated[Path, Field(strict=False)] = Path("groupwise-state")
+    state_dir: Folder = Path("groupwise-state")
     """The directory of jobs, checkpoints and adapters; one server at a time may use it."""
     served_model_name: Annotated[str, Field(pattern=r"^[\w./:-]{1,128}$")] | None = None
     """The base model's name in the API; null is the last part of `model`, in lower case."""
@@ -159,7 +159,7 @@ class ServeConfig(Section):
     """The tests that versions made by jobs must pass to become active (docs/learn.md); null: only their own checks."""
     raters: RatersConfig | None = None
     """Known prompts by which raters are judged (docs/learn.md); null: every rater counts."""
-    folder: Annotated[Path, Field(strict=False)] = Path(".")
+    folder: Folder = Path(".")
     """The folder in which the modules and files that `learn` and `gate` name are looked up; with --config, the
     file's."""
     min_free_bytes: int = Field(default=GIB, ge=0)

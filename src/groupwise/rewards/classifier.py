@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from groupwise.config.hub import reading
 from groupwise.config.rewards import RewardConfig
@@ -40,6 +40,13 @@ class _Scorer:
     longest: int
     pad: int | None
     special: re.Pattern[str] | None
+
+
+class _Encoded(NamedTuple):
+    """Holds what the model reads: token ids, and of which text of a pair each is, if the tokenizer tells (BERT's)."""
+
+    ids: Sequence[int]
+    types: Sequence[int] | None = None
 
 
 def reward_model(
@@ -65,13 +72,14 @@ def reward_model(
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     scorer = _load(model, device, dtype)
     longest = min(scorer.longest, max_length or scorer.longest)
-    ids = [_ids(scorer, prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-    scores = [math.nan] * len(ids)
-    fitting = sorted((i for i in range(len(ids)) if 0 < len(ids[i]) <= longest), key=lambda i: len(ids[i]))
+    rows = [_row(scorer, prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    scores = [math.nan] * len(rows)
+    lengths = [len(row.ids) for row in rows]
+    fitting = sorted((i for i, length in enumerate(lengths) if 0 < length <= longest), key=lambda i: lengths[i])
     together = 1 if scorer.pad is None else batch_size
     with _IN_USE, torch.inference_mode():
         for chosen in _batches(fitting, together):
-            for i, score in zip(chosen, _logits(scorer, [ids[i] for i in chosen]), strict=True):
+            for i, score in zip(chosen, _logits(scorer, [rows[i] for i in chosen]), strict=True):
                 scores[i] = score
     return scores
 
@@ -113,25 +121,31 @@ def _batches(items: Sequence[int], size: int) -> list[Sequence[int]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _logits(scorer: _Scorer, rows: Sequence[Sequence[int]]) -> list[float]:
+def _logits(scorer: _Scorer, rows: Sequence[_Encoded]) -> list[float]:
     """Return the logits of rows padded on the right, where neither attention nor the pooled position reaches."""
     import torch
 
-    width = max(map(len, rows))
-    input_ids = torch.tensor([[*row, *[scorer.pad or 0] * (width - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    where = scorer.model.device
-    return scorer.model(input_ids=input_ids.to(where), attention_mask=mask.to(where)).logits[:, 0].float().tolist()
+    width, where = max(len(row.ids) for row in rows), scorer.model.device
+
+    def padded(values: Sequence[Sequence[int]], pad: int) -> torch.Tensor:
+        return torch.tensor([[*each, *[pad] * (width - len(each))] for each in values], device=where)
+
+    given = {"input_ids": padded([row.ids for row in rows], scorer.pad or 0)}
+    given["attention_mask"] = padded([[1] * len(row.ids) for row in rows], 0)
+    if types := [row.types for row in rows if row.types is not None]:
+        given["token_type_ids"] = padded(types, 0)
+    return scorer.model(**given).logits[:, 0].float().tolist()
 
 
-def _ids(scorer: _Scorer, prompt: Any, completion: Any) -> list[int]:
+def _row(scorer: _Scorer, prompt: Any, completion: Any) -> _Encoded:
     tokenizer = scorer.tokenizer
     if tokenizer.chat_template is None:
-        return tokenizer(prompt_text(prompt), _broken_up(scorer, text_of(completion)))["input_ids"]
+        pair = tokenizer(prompt_text(prompt), _broken_up(scorer, text_of(completion)))
+        return _Encoded(pair["input_ids"], pair.get("token_type_ids"))
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
     said = [{**message, "content": _broken_up(scorer, message.get("content") or "")} for message in said]
-    return tokenizer.apply_chat_template(asked + said, tokenize=True, return_dict=False)
+    return _Encoded(tokenizer.apply_chat_template(asked + said, tokenize=True, return_dict=False))
 
 
 def _broken_up(scorer: _Scorer, text: str) -> str:

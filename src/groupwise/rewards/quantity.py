@@ -48,7 +48,7 @@ _MULTIPLE = re.compile(rf"[\s-]?({'|'.join(_MULTIPLES)})s?\b", re.IGNORECASE)
 
 _MINUS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d"), "-")
 
-_PARTNER = re.compile(r"[0-9]\s?:\s?\Z")  # of the 2 in 7:2
+_PARTNER = re.compile(r"[0-9](?::|\s:\s?)\Z")  # of the 2 in 7:2 and 7 : 2, but not of the 42 in Question 7: 42
 
 _PAIR = re.compile(r"[(\[]\s*[-+]?[0-9.]+\s*[,;]\s*[-+]?[0-9.]+\s*[)\]]\Z")
 

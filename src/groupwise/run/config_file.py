@@ -11,6 +11,7 @@ as rollout.batch_rows=64, is applied to what came of it.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def _native(document: Document, overrides: Sequence[str], folder: Path) -> Loade
         document.override(text, shorthand=SHORTHAND)
     said = document.data.get("folder", ".")
     if isinstance(said, str):
-        document.data["folder"] = str((folder / said).resolve())
+        document.data["folder"] = str((folder / os.path.expanduser(said)).resolve())
     config = validated(document)
     return LoadedRun(config=config, system=GROUPWISE, document=document)
 

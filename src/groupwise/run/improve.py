@@ -46,6 +46,7 @@ from groupwise.run.replacement import Answer, Compared, Unsettled, answer, decid
 from groupwise.seeds import seed_of
 from groupwise.store import files
 from groupwise.store.adapters import AdapterStore
+from groupwise.store.locate import find_adapter
 from groupwise.store.masking import PERSONAL, SECRETS, Masking
 from groupwise.store.rundir import ADAPTERS, METRICS
 from groupwise.store.tracking import read_metrics
@@ -219,7 +220,9 @@ class _Work:
         if config.train.lora is None:
             hint = "leave it out; a version that is compared with the model it came from is an adapter"
             raise ConfigError("train.lora is null, which trains all parameters", hint=hint, field="train.lora")
-        return config
+        if (start := self.said.get("start")) is None:
+            return config
+        return config.model_copy(update={"adapters": config.adapters.model_copy(update={"start": start})})
 
     @property
     def samples(self) -> int:
@@ -457,7 +460,9 @@ def _choose(work: _Work, folder: Path, truth: Truth | None) -> None:
     work.said |= {"reward": reward, "lacks": lacks, "needs": needs}
     if not lacks:
         work.put("run.yaml", _run_file(work, reward, held_out=bool(known), said=[*teaches, *known]))
-        work.config()  # what is wrong with an override is said before anything is trained
+        start = work.config().adapters.start  # what is wrong with an override is said before anything is trained
+        if start is not None:  # the version: later its name may mean another, which the new one did not come from
+            work.said["start"] = str(find_adapter(start).directory.absolute())
     work.said["prompts"] = {"trained": len(teaches), "reserved": len(reserved), "heldout": len(held_out)}
 
 

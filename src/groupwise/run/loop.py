@@ -37,7 +37,7 @@ from groupwise.run.stages import run_stages
 from groupwise.run.stop_request import StopRequest
 from groupwise.run.training_run import Evaluations, TrainingRun
 from groupwise.store.checkpoint import RunState
-from groupwise.store.rundir import open_run_dir
+from groupwise.store.rundir import open_run_dir, shown_name
 from groupwise.store.tracking import open_trackers
 from groupwise.tasks.template_check import template_check
 from groupwise.types import PolicyVersion
@@ -134,7 +134,9 @@ def opened_run(
     with (
         open_run_dir(config, note=shown.note) as (run_dir, state),
         open_components(plan, on_phase=shown.phase, say=shown.note, ranks=ranks, remote=remote, beside=beside) as parts,
-        open_trackers(config.tracking, run_dir=run_dir, run_name=run_dir.name, resolved_config=resolved) as tracking,
+        open_trackers(
+            config.tracking, run_dir=run_dir, run_name=shown_name(run_dir), resolved_config=resolved
+        ) as tracking,
     ):
         if plan.env is not None:
             shown.note(str(template_check(parts.base.tokenizer)))

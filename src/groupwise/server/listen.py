@@ -22,6 +22,7 @@ from groupwise.errors import GroupwiseError
 from groupwise.platform import listener_of, try_lock
 
 BACKLOG = 2048
+LOCK = "server.lock"  # in the state directory
 INCOMING = "incoming"  # in the state directory: files without names
 
 
@@ -69,7 +70,7 @@ def url_of(listener: socket.socket) -> str:
 @contextmanager
 def own(state_dir: Path) -> Iterator[None]:
     """Make this process the only server on `state_dir` during the block. A second one would train the same jobs."""
-    path = state_dir / "server.lock"
+    path = state_dir / LOCK
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -126,16 +126,19 @@ def _save(base: LoadedModel, dest: Path, dtype: torch.dtype) -> None:
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(base.eos_ids)
     with files.writing(f"writing the merged model {dest}"):
+        there = dest.is_dir()  # empty, and perhaps a mounted volume, or where somebody stands
         dest.parent.mkdir(parents=True, exist_ok=True)
-        staged = files.staging_path(dest.parent)
+        staged = files.staging_path(dest if there else dest.parent)
         try:
             model.save_pretrained(staged)
             base.tokenizer.save_pretrained(staged)
             if (vision := vision_of(base.model)) is not None:
                 vision.save(staged)
-            if dest.exists():
-                dest.rmdir()
-            staged.rename(dest)
+            if there:
+                for path in sorted(staged.iterdir()):
+                    path.rename(dest / path.name)
+            else:
+                staged.rename(dest)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

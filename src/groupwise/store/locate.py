@@ -164,6 +164,7 @@ def find_adapter(text: str) -> Located:
     if is_on_hub(text):
         downloaded = download_adapter(text)
         return replace(_directory(downloaded), base_model=base_of(downloaded))
+    text = os.path.expanduser(text)  # in a file no shell has
     path = Path(text)
     if (path / files.CONFIG).exists():
         return _directory(path)
@@ -203,6 +204,7 @@ def find_policy(text: str) -> TrainedPolicy:
 
     Raises AdapterNotFoundError or AdapterError as that does, AdapterError where the base model is not known.
     """
+    text = os.path.expanduser(text)
     run = None if (Path(text) / files.CONFIG).exists() else _trained_run(text, _VERSIONS, _WEIGHTS)
     if run is not None and not any(run.glob(_VERSIONS)):
         return TrainedPolicy(model=str(run / MODEL), adapter=None, run_dir=run)

@@ -8,6 +8,7 @@ runs/<name>-<time>/
     images/<sha256>.png            of prompts, each once
     adapters/<name>/v000001/       the versions
     checkpoints/step-000025/       where to continue from
+    tracked.json                   what W&B, Trackio and MLflow know the run by
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ from groupwise.types import PolicyVersion
 CONFIG, METRICS, HEALTH, LOCK = "config.yaml", "metrics.jsonl", "health.jsonl", ".lock"
 
 ROLLOUTS, EVALUATIONS, ADAPTERS, IMAGES = "rollouts", "evaluations", "adapters", "images"
+
+
+def shown_name(run_dir: Path) -> str:
+    """Return what trackers call a run: its directory's name; of a stage, that of its run before it.
+
+    >>> shown_name(Path("runs/sums-20260101T120000Z/stages/examples"))
+    'sums-20260101T120000Z-examples'
+    """
+    place = run_dir.absolute()
+    return f"{place.parent.parent.name}-{place.name}" if place.parent.name == STAGES else place.name
 
 
 @contextmanager

@@ -7,16 +7,19 @@
     MLflow       metrics    pictures (SVG), as    JSON tables, as          metrics, tags and summary.json
                             artifacts             artifacts
 
-A package is imported only when the config asks for it.
+A package is imported only when the config asks for it. `tracked.json` in the run's directory says what W&B, Trackio and
+MLflow know the run by, so that one that is resumed continues in its own there, and no other run does.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -27,11 +30,13 @@ from typing import Any, Protocol
 from groupwise.config.run import TrackingConfig
 from groupwise.config.yaml import leaves
 from groupwise.errors import ConfigError
+from groupwise.store import files
 from groupwise.store.masking import Masking
 from groupwise.store.shown_rollouts import Row
 
 log = logging.getLogger(__name__)
 
+TRACKED = "tracked.json"
 COMPLETIONS, SUMMARY = "completions", "summary"
 BINS = 30
 
@@ -58,14 +63,14 @@ class Tracker(Protocol):
 
 
 def trackers_of(
-    config: TrackingConfig, *, run_dir: Path, run_name: str, resolved_config: Mapping[str, Any]
+    config: TrackingConfig, *, run_dir: Path, run_name: str, begun: bool, resolved_config: Mapping[str, Any]
 ) -> dict[str, Callable[[], Tracker]]:
-    """Return by name how each tracker that the config asks for is opened. Raises ConfigError if a package is missing,
-    before any run is made anywhere.
+    """Return by name how each tracker that the config asks for is opened; `begun`: the run has recorded something, so
+    that it is resumed. Raises ConfigError if a package is missing, before any run is made anywhere.
 
     They get the run's configuration without what is a secret in it: many of them are elsewhere, and people share them.
     """
-    resolved_config = Masking().config(resolved_config)
+    resolved_config, known = Masking().config(resolved_config), Known(run_dir)
     openers: dict[str, Callable[[ModuleType], Tracker]] = {}
     if config.tensorboard:
         openers["tensorboard"] = lambda _: TensorBoardTracker(run_dir / "tensorboard")
@@ -75,15 +80,45 @@ def trackers_of(
             run_dir,
             config.wandb_name or run_name,
             resolved_config,
+            id=known.id(run_name, begun=begun),
             project=project,
             entity=config.wandb_entity,
         )
     if (trackio_project := config.trackio) is not None:
-        openers["trackio"] = lambda trackio: TrackioTracker(trackio, trackio_project, run_name, resolved_config)
+        openers["trackio"] = lambda trackio: TrackioTracker(
+            trackio, trackio_project, known.id(run_name, begun=begun), resolved_config
+        )
     if (experiment := config.mlflow) is not None:
-        openers["mlflow"] = lambda mlflow: MlflowTracker(mlflow, experiment, run_name, resolved_config)
+        openers["mlflow"] = lambda mlflow: MlflowTracker(mlflow, experiment, run_name, resolved_config, known)
     modules = {name: _import(name) for name in openers}
     return {name: partial(opener, modules[name]) for name, opener in openers.items()}
+
+
+class Known:
+    """Remembers what trackers know a run by, in its directory (`tracked.json`)."""
+
+    def __init__(self, run_dir: Path):
+        self._path, self._run_dir = run_dir / TRACKED, run_dir
+
+    def id(self, run_name: str, *, begun: bool) -> str:
+        """Return the id of the run among all of its project: drawn once, since directories of many runs have one name,
+        as those of stages. A run that was `begun` without one is known by the name of its directory."""
+        if (id := self.get("id")) is None:
+            plain = re.sub(r"[^\w.-]", "-", run_name)[:100]
+            self.put("id", id := self._run_dir.name if begun else f"{plain}-{secrets.token_hex(4)}")
+        return id
+
+    def get(self, name: str) -> str | None:
+        """Return what was put under this name; None without it."""
+        return self._said().get(name)
+
+    def put(self, name: str, value: str) -> None:
+        """Keep a value. Raises StorageError."""
+        with files.writing(f"writing {self._path}"):
+            files.replace(self._path, json.dumps(self._said() | {name: value}) + "\n")
+
+    def _said(self) -> dict[str, str]:
+        return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
 
 
 class TensorBoardTracker:
@@ -123,7 +158,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases. The run directory's name is the run's id there, so that a resumed run continues in its own.
+    """Weights & Biases. A resumed run continues in its own there, by its `id`.
 
     Where there is no key, and WANDB_MODE does not say what to do then, a warning says so once and the run is recorded
     offline, in `<run directory>/wandb`.
@@ -136,6 +171,7 @@ class WandbTracker:
         run_name: str,
         config: Mapping[str, Any],
         *,
+        id: str,
         project: str,
         entity: str | None = None,
     ):
@@ -150,7 +186,7 @@ class WandbTracker:
             project=project,
             entity=entity,
             name=run_name,
-            id=run_dir.name,
+            id=id,
             resume="allow",
             dir=str(run_dir),
             config=dict(config),
@@ -182,11 +218,12 @@ def _has_key(wandb: ModuleType) -> bool:
 
 
 class TrackioTracker:
-    """Trackio, which keeps runs in a local SQLite file unless it is told otherwise."""
+    """Trackio, which keeps runs in a local SQLite file unless it is told otherwise. It tells runs by their names, so
+    that a run's is its id."""
 
-    def __init__(self, trackio: ModuleType, project: str, run_name: str, config: Mapping[str, Any]):
+    def __init__(self, trackio: ModuleType, project: str, id: str, config: Mapping[str, Any]):
         self._trackio = trackio
-        trackio.init(project=project, name=run_name, config=dict(config), resume="allow")
+        trackio.init(project=project, name=id, config=dict(config), resume="allow")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._trackio.log(dict(metrics), step=step)
@@ -205,15 +242,28 @@ class TrackioTracker:
 
 
 class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI. The config's leaves are its params, under dotted names."""
+    """MLflow at MLFLOW_TRACKING_URI. The config's leaves are its params, under dotted names. A resumed run continues in
+    its own, with the params that it has; where that is gone, in a new one."""
 
     MAX_PARAM_CHARS = 500  # what the oldest supported servers take
 
-    def __init__(self, mlflow: ModuleType, experiment: str, run_name: str, config: Mapping[str, Any]):
+    def __init__(self, mlflow: ModuleType, experiment: str, run_name: str, config: Mapping[str, Any], known: Known):
         self._mlflow = mlflow
         mlflow.set_experiment(experiment)
-        mlflow.start_run(run_name=run_name)
+        if (before := known.get("mlflow")) is not None and self._continues(before):
+            return
+        run = mlflow.start_run(run_name=run_name)
+        known.put("mlflow", run.info.run_id)
         mlflow.log_params({key: str(value)[: self.MAX_PARAM_CHARS] for key, value in leaves(config)})
+
+    def _continues(self, run_id: str) -> bool:
+        """Continue in a run; return whether it is there, in this experiment."""
+        try:
+            self._mlflow.start_run(run_id=run_id)
+        except self._mlflow.exceptions.MlflowException as error:
+            log.warning("MLflow's run %s cannot be continued, and a new one is begun: %s", run_id, error)
+            return False
+        return True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({_mlflow_name(name): value for name, value in metrics.items()}, step=step)

@@ -145,7 +145,8 @@ def open_trackers(
     config: TrackingConfig, *, run_dir: Path, run_name: str, resolved_config: Mapping[str, Any]
 ) -> Tracking:
     """Open what the config asks for. Raises ConfigError if a package is missing or a tracker cannot start."""
-    openers = trackers_of(config, run_dir=run_dir, run_name=run_name, resolved_config=resolved_config)
+    begun = (run_dir / METRICS).exists() and (run_dir / METRICS).stat().st_size > 0
+    openers = trackers_of(config, run_dir=run_dir, run_name=run_name, begun=begun, resolved_config=resolved_config)
     tracking = Tracking(run_dir, trl_names=config.trl_names, completions=config.completions)
     for name, opener in openers.items():
         try:
