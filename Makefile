@@ -14,9 +14,10 @@ VENV   := .venv
 # two test processes more than there are cores: some tests wait for processes and deadlines
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
-# pip compiles what it installs on one core; here all do
+# pip would compile what it installs on one core
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages bring templates that are no Python
+# what one test process compiles the others read
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test long lint types suite compiled wording docs bench gpu vllm ui clean
 
@@ -49,7 +50,7 @@ wording: compiled
 # assertions, which each test process would do by itself. What it says of broken tests `suite` says again.
 compiled: $(VENV)/.installed-dev
 	$(BIN)/python -m compileall -q src
-	-PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q --collect-only > /dev/null
+	-$(BIN)/pytest -q --collect-only > /dev/null
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -78,12 +79,11 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --editable .
-	$(COMPILE)
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages bring templates that are no Python
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) --editable ".[dev]"
-	$(COMPILE)
 	@touch $@
 
 clean:
