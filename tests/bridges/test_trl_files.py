@@ -246,6 +246,9 @@ def test_batches(read):
         read(FILE + "steps_per_generation: 4\ngeneration_batch_size: 32\n")
     with raises(ConfigError):
         read(FILE.replace("8", "3") + "gradient_accumulation_steps: 4\nsteps_per_generation: 2\n")
+    for none in ("0", "-1", "0.5"):
+        with raises(ConfigError):
+            read(FILE + f"num_iterations: {none}\n")
 
 
 def test_a_template_with_half_a_group_is_refused_with_what_fits(read):
@@ -276,6 +279,8 @@ def test_evaluation_and_trackers(read):
     shown = read(FILE + "report_to: wandb\nlog_completions: true\n").runnable()
     assert shown.tracking.completions == TrackingConfig().completions > 0
     assert read(FILE).runnable().tracking == TrackingConfig()
+    with raises(ConfigError):
+        read(FILE + "report_to: true\n")
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,7 @@ def put_run(t: Translation, length: Length) -> None:
     elif t.given("save_steps"):
         t.put("checkpoint.every", length.interval(t["save_steps"]), "save_steps")
     t.put("adapters.keep", t["save_total_limit"], "save_total_limit")
-    report = t["report_to"]
-    for tracker in [report] if isinstance(report, str) else report or []:
+    for tracker in t["report_to"] or []:
         if tracker == "wandb" and t.given("wandb_project"):
             t.put("tracking.wandb", t["wandb_project"], "report_to", "wandb_project")
             t.put("tracking.wandb_entity", t["wandb_entity"], "wandb_entity")

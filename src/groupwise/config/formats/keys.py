@@ -63,6 +63,17 @@ def integer(value: Any) -> int:
     return whole
 
 
+def count(value: Any) -> int:
+    """Return a whole number of 1 or more."""
+    try:
+        counted = integer(value)
+    except ValueError:
+        counted = 0
+    if counted < 1:
+        raise ValueError("a whole number, 1 or more")
+    return counted
+
+
 def number(value: Any) -> float:
     """Return a number; PyYAML reads 1e-5 as text, so files that were written for it may quote it."""
     try:
@@ -95,6 +106,11 @@ def texts(value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
         raise ValueError("a list of strings")
     return value
+
+
+def words(value: Any) -> list[str]:
+    """Return a list of strings; one may stand alone."""
+    return [value] if isinstance(value, str) else texts(value)
 
 
 def numbers(value: Any) -> list[float]:

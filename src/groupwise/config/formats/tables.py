@@ -32,10 +32,12 @@ from groupwise.config.formats.keys import Key, Kind
 
 KINDS: Mapping[str, Kind] = {
     "integer": keys.integer,
+    "count": keys.count,
     "number": keys.number,
     "boolean": keys.boolean,
     "text": keys.text,
     "texts": keys.texts,
+    "words": keys.words,
     "numbers": keys.numbers,
     "mapping": keys.mapping,
     "mappings": keys.mappings,
