@@ -41,6 +41,7 @@ from groupwise.types import (
     SamplingRequest,
 )
 from processes import becomes
+from slow_cases import long_case
 from vllm_peer import Faults, Peer, serving
 from wording import raises
 
@@ -589,9 +590,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": 
     [
         Grammar.of_json(SCHEMA),
         pytest.param(Grammar.regex(r"\d/[a-c]{3}"), marks=pytest.mark.slow),
-        Grammar.choice(["x", 'y"z']),
+        long_case(Grammar.choice(["x", 'y"z'])),
         pytest.param(Grammar.lark('root ::= "a" [bc]'), marks=pytest.mark.slow),
-        Grammar(GrammarKind.CHOICE, '["x", "yz"]', thoughts="begun"),
+        long_case(Grammar(GrammarKind.CHOICE, '["x", "yz"]', thoughts="begun")),
         Grammar(GrammarKind.LARK, 'start: "@a" @a', parts=(("a", Grammar.choice(["x", "yz"])),)),
     ],
     ids=["json", "regex", "choice", "gbnf", "thought", "parts"],
@@ -616,7 +617,7 @@ def test_what_a_grammar_left_is_recorded_and_trained(attach, peer, make_base, ti
 
 @pytest.mark.parametrize(
     ("asked", "kept_to"),
-    [("[ad]", "[bc]"), ("[a-d]", "[abc]")],
+    [("[ad]", "[bc]"), long_case("[a-d]", "[abc]")],
 )
 def test_a_server_that_keeps_to_another_grammar_is_found_out(attach, peer, asked: str, kept_to: str):
     engine, grammar = attach(peer), Grammar.lark(f"start: /{asked}/")

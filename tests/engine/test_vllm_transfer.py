@@ -30,6 +30,7 @@ from groupwise.model.load import LoadedModel
 from groupwise.store.export import AdapterMerge
 from groupwise.types import PolicyVersion, SamplingParams, SamplingRequest
 from processes import becomes
+from slow_cases import long_case
 from vllm_peer import Faults, Peer, serving
 from wording import raises
 
@@ -328,7 +329,9 @@ def test_what_was_sent_and_is_not_the_version_is_read_from_a_file(attach, model)
         assert len(peer.sent) == 1 and len(peer.checkpoints) == 2 and holds(peer, base)
 
 
-@pytest.mark.parametrize("route", ["init_weight_transfer_engine", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize(
+    "route", [long_case("init_weight_transfer_engine"), "update_weights", long_case("finish_weight_update")]
+)
 def test_of_two_servers_one_dies_and_reads_a_file_when_it_is_back(attach, model, route: str):
     base = model()
     with serving(model()) as one, serving(model()) as other:

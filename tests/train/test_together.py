@@ -119,7 +119,7 @@ def some_work(make_samples, draw: random.Random) -> Work:
 
 @pytest.mark.parametrize(
     "architecture",
-    slow_but(["qwen3", "qwen2", "of odd widths"], of=("qwen3", "qwen2", "llama", "of odd widths")),
+    slow_but(["qwen3", "of odd widths"], of=("qwen3", "qwen2", "llama", "of odd widths"), long=["qwen2"]),
 )
 def test_mixtures_have_the_bytes_that_each_has_alone(make_base, make_samples, architecture: str):
     """8 of each of 2 to 8 learners with ranks, scales, targets, losses, lengths and temperatures of their own."""
