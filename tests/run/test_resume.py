@@ -211,6 +211,7 @@ def test_one_that_dies_after_its_last_checkpoint_is_only_concluded(
             assert (result.run_dir / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_one_that_dies_before_it_is_concluded_is_concluded_and_then_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from groupwise.model.reply_formats.known import FORMATS, format_of
 from groupwise.tasks.structured import answer_grammars, of_reply, reply_grammar, thoughts_of
 from groupwise.tasks.tool_calls import parse
 from groupwise.types import Completion, Grammar, SamplingParams, SamplingRequest
-from slow_cases import slow_but
+from slow_cases import long_case, slow_but
 from wording import raises
 
 PARAMETERS: dict[str, Any] = {
@@ -115,7 +115,11 @@ def test_several_calls_can_be_made(engine: LocalEngine, form: ReplyFormat) -> No
     assert calls_in(text, form) == ["wait"] * 3
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [long_case(form) if name in ("kimi", "minimax", "deepseek_v3") else form for name, form in FORMATS.items()],
+    ids=str,
+)
 def test_auto(engine: LocalEngine, form: ReplyFormat) -> None:
     tokenizer = engine._base.tokenizer
     assert reply_grammar(form, [MOVE, WAIT], tokenizer) is None
