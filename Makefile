@@ -14,7 +14,7 @@ VENV   := .venv
 # two test processes more than there are cores: some tests wait for processes and deadlines
 TESTERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 BIN    := $(VENV)/bin
-# pip would compile all that it installs, for half a minute
+# pip would compile what it installs on one core
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # what one test process compiles the others read
 export PYTHONDONTWRITEBYTECODE :=
@@ -79,6 +79,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --editable .
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages bring templates that are no Python
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
