@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from groupwise.bridges import textarena
 from groupwise.bridges.textarena import TextArenaGame
 from groupwise.config.run import EnvConfig, parse_config
 from groupwise.errors import ConfigError
@@ -34,6 +36,12 @@ class Anywhere:
 
 def first_free(observation):
     return re.findall(r"\\[\\d\\]", observation.rpartition("Available Moves")[2])[0]
+
+
+def sometimes(observation):
+    """Draws a square, but takes the first of six."""
+    free = re.findall(r"\\[\\d\\]", observation.rpartition("Available Moves")[2])
+    return free[0] if len(free) == 6 else random.choice(free)
 
 
 both, asked = threading.Barrier(2, timeout=5), []
@@ -137,6 +145,25 @@ def test_a_random_opponent_plays_the_same_for_a_seed(tmp_path):
 
     games = [game(seed) for seed in (1, 1, 2, 3)]
     assert games[0] == games[1] and len({str(each) for each in games}) > 1
+
+
+def test_an_opponent_that_was_slow_after_it_drew_plays_the_same_for_a_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(textarena, "SLOW_S", -1.0)  # each move is slow
+
+    def game(elsewhere: int) -> list[str]:
+        env = tic_tac_toe(tmp_path, "sometimes")
+        said = [env.reset({"seed": 3}, 0)]
+        for _ in range(3):
+            random.seed(elsewhere)  # what goes on in the process
+            free = re.findall(r"\[\d\]", said[-1].rpartition("Available Moves")[2])
+            result = env.step(say(free[-1]))
+            said.append(str(result.messages[0].get("content")) if result.messages else str(result.reward))
+            if result.done:
+                break
+        return said
+
+    games = [game(elsewhere) for elsewhere in range(4)]
+    assert len(games[0]) == 4 and games == [games[0]] * 4
 
 
 def test_episodes_do_not_wait_for_each_others_slow_opponent(tmp_path):

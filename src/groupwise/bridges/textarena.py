@@ -42,7 +42,7 @@ from groupwise.types import Message
 HELD_OUT = 1 << 30  # the seeds of evaluation begin here
 SLOW_S = 0.25  # a move of an opponent that is worth not to be waited for by other episodes
 _DRAWING = threading.Lock()  # the global generators are the process's
-_asked_freely: set[str] = set()  # opponents that took longer, and drew nothing from them
+_free: dict[str, bool] = {}  # by opponent: whether it was slow before it drew anything from them; unknown at first
 
 
 class TextArenaGame:
@@ -143,13 +143,15 @@ class TextArenaGame:
     def _others_move(self, heard: str) -> str:
         """Return the opponent's move."""
         assert self._opponent is not None  # else there is one player
-        if self._opponent_name not in _asked_freely:
+        if not _free.get(self._opponent_name):
             with self._states.in_place():
-                if self._opponent_name not in _asked_freely:  # which may have become known while this waited
+                if not _free.get(self._opponent_name):  # which may have become known while this waited
                     before, began = self._states.now(), time.monotonic()
                     action = str(self._opponent(heard))
-                    if time.monotonic() - began > SLOW_S and self._states.now() == before:
-                        _asked_freely.add(self._opponent_name)
+                    if self._states.now() != before:
+                        _free.setdefault(self._opponent_name, False)
+                    elif time.monotonic() - began > SLOW_S:
+                        _free.setdefault(self._opponent_name, True)
                     return action
         return str(self._opponent(heard))
 
@@ -172,7 +174,8 @@ class _Generators:
     @staticmethod
     def now() -> tuple[Any, bytes]:
         """Return the global generators' states, to be compared."""
-        kind, keys, *rest = numpy.random.get_state(legacy=True)
+        told: Any = numpy.random.get_state()
+        kind, keys, *rest = told
         return (random.getstate(), kind, *rest), keys.tobytes()
 
     @contextmanager
