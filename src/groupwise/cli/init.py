@@ -12,7 +12,6 @@ The templates are folders of the package (`templates/`); what is written is a co
 from __future__ import annotations
 
 import difflib
-import os
 import shlex
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Annotated
 
 import typer
@@ -86,41 +84,21 @@ def init(
 
 @contextmanager
 def _new_folder(directory: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which becomes `directory` at the end of the block, or whose files come into it if
-    it is there, since somebody may stand in it; if the block raises, it is removed.
+    """Yield a folder to write into, whose files are in `directory` at the end of the block; if the block raises, it is
+    removed.
 
-    Raises ConfigError if something is in it already, StorageError if it cannot be written.
+    Raises ConfigError if something is in `directory` already, StorageError if it cannot be written.
     """
+    from groupwise.store import files
+
     there = directory.is_dir()
     if (there and any(directory.iterdir())) or (not there and directory.exists()):
         raise ConfigError(f"{directory} is there already, and nothing is written over", hint="name a new folder")
     try:
-        parent = directory.absolute() if there else directory.absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(mkdtemp(prefix=f".{directory.name}-", dir=parent))
+        with files.filling(directory.absolute()) as folder:
+            yield folder
     except OSError as error:
         raise StorageError.of(error, f"cannot make {directory}: {error.strerror}") from error
-    moved = list[Path]()
-    try:
-        yield folder
-        if there:
-            for path in sorted(folder.iterdir()):
-                moved.append(path.rename(parent / path.name))
-        else:
-            folder.chmod(0o777 & ~_umask())  # mkdtemp's is private
-            folder.replace(directory.absolute())
-    except OSError as error:
-        for path in moved:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        raise StorageError.of(error, f"cannot write {directory}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _write_data(folder: Path) -> None:

@@ -12,7 +12,6 @@ policy.
 from __future__ import annotations
 
 import copy
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,22 +124,11 @@ def _save(base: LoadedModel, dest: Path, dtype: torch.dtype) -> None:
     model.config.use_cache, model.config.dtype = True, dtype
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(base.eos_ids)
-    with files.writing(f"writing the merged model {dest}"):
-        there = dest.is_dir()  # empty, and perhaps a mounted volume, or where somebody stands
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        staged = files.staging_path(dest if there else dest.parent)
-        try:
-            model.save_pretrained(staged)
-            base.tokenizer.save_pretrained(staged)
-            if (vision := vision_of(base.model)) is not None:
-                vision.save(staged)
-            if there:
-                for path in sorted(staged.iterdir()):
-                    path.rename(dest / path.name)
-            else:
-                staged.rename(dest)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+    with files.writing(f"writing the merged model {dest}"), files.filling(dest) as staged:
+        model.save_pretrained(staged)
+        base.tokenizer.save_pretrained(staged)
+        if (vision := vision_of(base.model)) is not None:
+            vision.save(staged)
 
 
 def _note(policy: TrainedPolicy) -> str | None:

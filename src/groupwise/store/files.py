@@ -470,6 +470,30 @@ def _aside(target: Path) -> Path:
     return target.with_name(f"{_ASIDE}{target.name}")
 
 
+@contextmanager
+def filling(target: Path) -> Iterator[Path]:
+    """Context manager: a directory to write into, which becomes `target` at the end. Where an empty one is there, which
+    a shell may stand in or a volume be mounted on, its files come in there, all of them or none. If the block raises,
+    nothing is left. Raises OSError."""
+    there = target.is_dir()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged, moved = staging_path(target if there else target.parent), list[Path]()
+    try:
+        staged.mkdir()
+        yield staged
+        if not there:
+            staged.rename(target)
+            return
+        for path in sorted(staged.iterdir()):
+            moved.append(path.rename(target / path.name))
+    except BaseException:
+        for path in moved:
+            path.rename(staged / path.name)
+        raise
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
 def staging_path(root: Path) -> Path:
     """Return a new name that `sweep` will remove unless what has it is renamed, or locked by a living process."""
     return root / f"{STAGING}{uuid4().hex}"
