@@ -12,7 +12,6 @@ secrets: tokens come from the environment.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -739,9 +738,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     document = Document.read(path)
     for text in overrides:
         document.override(text, shorthand={"rewards": "function"})
-    folder = document.data.get("folder", ".")
-    if isinstance(folder, str):
-        document.data["folder"] = str((Path(path).parent / os.path.expanduser(folder)).resolve())
+    document.resolve_folder(Path(path).parent)
     return validated(document)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,11 @@ class Document:
         if not isinstance(data, dict):
             raise ConfigError(f"{path} holds a {_kind(data)} at the top level; it must be a mapping such as `name: x`")
         return cls(data, path.name, root)
+
+    def resolve_folder(self, beside: Path) -> None:
+        """Make `folder` absolute: a relative one is meant from `beside`, and without one it is `beside` itself."""
+        if isinstance(folder := self.data.get("folder", "."), str):
+            self.data["folder"] = str((beside / os.path.expanduser(folder)).resolve())
 
     def override(self, text: str, *, shorthand: Mapping[str, str]) -> None:
         """Apply `a.b=c`. A string in the list `key` of `shorthand` stands for the mapping {shorthand[key]: string}."""

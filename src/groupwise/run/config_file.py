@@ -11,7 +11,6 @@ as rollout.batch_rows=64, is applied to what came of it.
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,9 +139,7 @@ def system_of(data: Mapping[str, Any]) -> str:
 def _native(document: Document, overrides: Sequence[str], folder: Path) -> LoadedRun:
     for text in overrides:
         document.override(text, shorthand=SHORTHAND)
-    said = document.data.get("folder", ".")
-    if isinstance(said, str):
-        document.data["folder"] = str((folder / os.path.expanduser(said)).resolve())
+    document.resolve_folder(folder)
     config = validated(document)
     return LoadedRun(config=config, system=GROUPWISE, document=document)
 
