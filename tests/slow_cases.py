@@ -12,7 +12,7 @@ import pytest
 
 
 def slow_but(quick: Collection[Any], *, of: Iterable[Any], long: Collection[Any] = ()) -> list[Any]:
-    """All of `of` as parameters; those that are neither among `quick` nor among `long` are slow."""
+    """Return all of `of` as parameters; those that are neither among `quick` nor among `long` are slow."""
 
     def case(each: Any) -> Any:
         return long_case(each) if each in long else pytest.param(each, marks=() if each in quick else pytest.mark.slow)
@@ -21,7 +21,7 @@ def slow_but(quick: Collection[Any], *, of: Iterable[Any], long: Collection[Any]
 
 
 def long_case(*values: Any, id: str | None = None) -> Any:
-    """One long case of a parametrised test."""
+    """Return one long case of a parametrised test."""
     return pytest.param(*values, id=id, marks=pytest.mark.long)
 
 

@@ -1,4 +1,4 @@
-"""What the targets of an adapter mean in a model, looked up by names alone: torch and the model are not needed."""
+"""Looks up what the targets of an adapter mean in a model, by names alone: torch and the model are not needed."""
 
 from __future__ import annotations
 

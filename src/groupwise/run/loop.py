@@ -153,9 +153,8 @@ async def train(run: TrainingRun, state: RunState | None, *, stop: StopRequest) 
     last, stopped = step == config.train.steps or (state is not None and state.finished), False
     stop.graceful = True
     try:
-        if (
-            state is not None and _is_evaluated(config, step, last=last) and not run.evaluated(step)
-        ):  # the run was killed in it
+        # an evaluation in which the run was killed comes first
+        if state is not None and _is_evaluated(config, step, last=last) and not run.evaluated(step):
             last |= await run.evaluate(step)
             run.save_checkpoint(step, finished=last)
         while not (last or stopped):

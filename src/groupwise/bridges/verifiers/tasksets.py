@@ -160,7 +160,8 @@ class TasksetAgent:
 
 @dataclass(frozen=True)
 class _Serving:
-    """What holds the tool servers that tasks share; `ready` when they answer, or with the error of their start."""
+    """Keeps the tool servers that tasks share, as `task`; `ready` is set when they answer, or has the error of their
+    start."""
 
     task: asyncio.Task[None]
     ready: asyncio.Future[None]
